@@ -1,0 +1,140 @@
+"""Every exception: what happened, which value, how to fix it.
+
+One root class. Subclasses carry their numbers as attributes, so that a program (or a test) compares numbers, not text.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class InfinityError(Exception):
+    """The root of all errors raised by infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigProblem:
+    """One thing wrong with a config: ``key`` is its dotted path, ``message`` says what is wrong and what to write instead."""
+
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}" if self.key else self.message
+
+
+class ConfigError(InfinityError, ValueError):
+    """The config cannot be used; ``problems`` lists everything that is wrong with it."""
+
+    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  {problem}" for problem in self.problems)
+        count = len(self.problems)
+        super().__init__(f"{count} problem{'s' if count != 1 else ''} in the config:\n{lines}")
+
+
+class NotYetError(InfinityError, NotImplementedError):
+    """Something that is planned and not built yet was asked for."""
+
+
+class ModelError(InfinityError, ValueError):
+    """The model cannot be managed as it is; the text names the module or parameter."""
+
+
+class BudgetError(InfinityError, MemoryError):
+    """A memory budget is too small: ``knob`` is the config key to raise, ``needed_bytes`` what it must be at least."""
+
+    def __init__(self, message: str, *, knob: str, needed_bytes: int, given_bytes: int) -> None:
+        super().__init__(message)
+        self.knob = knob
+        self.needed_bytes = needed_bytes
+        self.given_bytes = given_bytes
+
+
+class SpaceError(InfinityError, OSError):
+    """There is not enough room on a disk (or a file-size limit is too low): nothing was started."""
+
+    def __init__(self, path: str, *, needed_bytes: int, free_bytes: int, reason: str = "") -> None:
+        self.path = path
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self.reason = reason
+        super().__init__(
+            f"{path}: {needed_bytes / 2**30:.2f} GiB are needed and {free_bytes / 2**30:.2f} GiB are free{': ' + reason if reason else ''}. "
+            "Free some space, or name another directory in nvme_path."
+        )
+
+
+class IoError(InfinityError, OSError):
+    """A file operation failed: ``op``, ``path``, ``offset`` (bytes), ``nbytes`` and ``errno`` say which one and how."""
+
+    def __init__(self, op: str, path: str, offset: int, nbytes: int, errno: int, what: str = "") -> None:
+        super().__init__(errno, os.strerror(errno), path)
+        self.op = op
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+        self.errno = errno
+        self.what = what
+
+    def __str__(self) -> str:
+        name = _errno.errorcode.get(self.errno or 0, "?")
+        subject = f"{self.what}, " if self.what else ""
+        return (
+            f"{self.op} failed: {subject}{self.path} at byte {self.offset}, {self.nbytes} bytes: "
+            f"[{name}] {os.strerror(self.errno or 0)}. Check the disk (dmesg, smartctl) and its free space."
+        )
+
+
+class CorruptPageError(InfinityError):
+    """A page read back has another checksum than what was written: the disk or memory is not to be trusted."""
+
+    def __init__(self, page: str, path: str, offset: int, nbytes: int, expected: int, found: int) -> None:
+        self.page = page
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+        self.expected = expected
+        self.found = found
+        super().__init__(
+            f"page {page} is corrupt: {path} at byte {offset}, {nbytes} bytes: checksum {found:#010x}, expected {expected:#010x}. "
+            "Check the disk and the memory of this machine."
+        )
+
+
+class StallError(InfinityError, TimeoutError):
+    """Tasks did not end within the limit; the text lists them."""
+
+
+class KernelError(InfinityError):
+    """A native kernel refused its arguments: a fault of ours."""
+
+
+class ReleasedParameterError(InfinityError, RuntimeError):
+    """An alias of a parameter whose memory is not here was asked for: use ``infinity.gathered`` or ``engine.state_dict()``."""
+
+
+class ConsumedGradientError(InfinityError, RuntimeError):
+    """The gradient went into the weights during backward: set ``optimizer_overlap`` to ``deferred`` to read it."""
+
+
+class StaleStepError(InfinityError, RuntimeError):
+    """``unit`` was used again in a backward that had already updated it; set ``optimizer_overlap`` to ``deferred``."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        super().__init__(
+            f"unit {unit!r} was used again after it had been updated in this step, which the recorded steps did not do. "
+            "Set optimizer_overlap to 'deferred' for models whose backward differs from step to step."
+        )
+
+
+class EngineFailedError(InfinityError, RuntimeError):
+    """The engine stopped after an error in a step that cannot be undone; ``__cause__`` is that error."""
+
+
+class EngineClosedError(InfinityError, RuntimeError):
+    """The engine was closed."""
