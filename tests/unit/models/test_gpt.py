@@ -64,7 +64,7 @@ def test_a_meta_model_made_real_module_by_module_has_the_same_weights(tie_weight
         model = GPT(config)
     assert {param.device.type for param in model.parameters()} == {"meta"}
     for param in model.parameters():
-        torch.utils.swap_tensors(param, nn.Parameter(torch.empty_like(param, device="cpu")))
+        torch.utils.swap_tensors(param, nn.Parameter(torch.empty_like(param, device="cpu")))  # type: ignore[no-untyped-call]
     torch.manual_seed(0)
     for module in model.modules():
         if list(module.parameters(recurse=False)):
