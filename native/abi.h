@@ -169,6 +169,7 @@ int inf_arena_close(void *base, uint64_t nbytes);
 typedef struct inf_pool inf_pool;
 /* A budget of `capacity_nbytes` (multiple of 2 MiB) of physical memory, and address ranges it is moved behind with mremap. */
 int inf_pool_open(uint64_t capacity_nbytes, inf_pool **pool);
+/* Ranges that are still open stay valid, full or drained, until each is closed; `pool` is freed with the last. */
 void inf_pool_close(inf_pool *pool);
 /* Reserves an address range (PROT_NONE) of nbytes, a multiple of 2 MiB. */
 int inf_range_open(inf_pool *pool, uint64_t nbytes, void **base);
@@ -178,3 +179,7 @@ int inf_range_fill(inf_pool *pool, void *base);
 /* Takes it away again; a touch then faults. */
 int inf_range_drain(inf_pool *pool, void *base);
 uint64_t inf_pool_free_nbytes(const inf_pool *pool);
+/* The most physical memory that the pool may hold now, in ranges and free. */
+uint64_t inf_pool_warm_nbytes(const inf_pool *pool);
+/* Gives free memory back to the kernel until that is at most warm_nbytes, or nothing free is left to give. */
+int inf_pool_trim(inf_pool *pool, uint64_t warm_nbytes);
