@@ -1,0 +1,177 @@
+/* AdamW over the planes of a tile, one pass over memory.
+ *
+ * The arithmetic is torch's AdamW(fused=True) in fp32, each operation rounded on its own except where fma is written:
+ *     g = g * grad_factor
+ *     m = |w| < 0.5 ? fma(w, g - m, m) : fma(w - 1, g - m, g)              w = 1 - beta1
+ *     v = fma((1 - beta2) * g, g, beta2 * v)
+ *     p = p * decay + (step_scale * m) / (sqrt(v) / bias_scale + eps)
+ * A bf16 parameter is updated as fp32: its bits and those of its residual are one number (the 16 + 16 split of simd.hpp). */
+
+#include "kernels.hpp"
+#include "simd.hpp"
+
+namespace inf {
+namespace {
+
+/* One run of elements of every plane; the gradient's type is the caller's. `residual` is null for an fp32 parameter. */
+struct Run {
+    void *param;
+    uint16_t *residual;
+    float *exp_avg, *exp_avg_sq;
+    const void *grad;
+    uint64_t numel;
+};
+
+/* The scalars as the loops use them. */
+struct Coefficients {
+    explicit Coefficients(const inf_adamw_scalars &s)
+        : scalars(s), small(std::fabs(s.weight) < 0.5f), weight(small ? s.weight : s.weight - 1.0f) {}
+    inf_adamw_scalars scalars;
+    bool small;   /* |1 - beta1| < 0.5: m is the base of the interpolation, else g */
+    float weight;
+};
+
+inline float update(const Coefficients &c, float p, float g, float *exp_avg, float *exp_avg_sq) {
+    const inf_adamw_scalars &s = c.scalars;
+    g = g * s.grad_factor;
+    const float m = canonical(std::fma(c.weight, g - *exp_avg, c.small ? *exp_avg : g));
+    const float v = canonical(std::fma(s.one_minus_beta2 * g, g, s.beta2 * *exp_avg_sq));
+    *exp_avg = m;
+    *exp_avg_sq = v;
+    const float denominator = std::sqrt(v) / s.bias_scale + s.eps;
+    return canonical(p * s.decay + (s.step_scale * m) / denominator);
+}
+
+template <typename Grad> void adamw_f32_scalar(const Coefficients &c, const Run &run) {
+    float *param = static_cast<float *>(run.param);
+    const Grad *grad = static_cast<const Grad *>(run.grad);
+    for (uint64_t i = 0; i < run.numel; ++i) {
+        param[i] = update(c, param[i], as_float(grad[i]), run.exp_avg + i, run.exp_avg_sq + i);
+    }
+}
+
+template <typename Grad> void adamw_bf16_scalar(const Coefficients &c, const Run &run) {
+    uint16_t *param = static_cast<uint16_t *>(run.param);
+    const Grad *grad = static_cast<const Grad *>(run.grad);
+    for (uint64_t i = 0; i < run.numel; ++i) {
+        const float master = join(param[i], run.residual[i]);
+        split(update(c, master, as_float(grad[i]), run.exp_avg + i, run.exp_avg_sq + i), param + i, run.residual + i);
+    }
+}
+
+#if defined(INF_X86)
+
+struct Avx2Coefficients {
+    INF_AVX2 explicit Avx2Coefficients(const Coefficients &c)
+        : grad_factor(_mm256_set1_ps(c.scalars.grad_factor)), decay(_mm256_set1_ps(c.scalars.decay)), weight(_mm256_set1_ps(c.weight)),
+          beta2(_mm256_set1_ps(c.scalars.beta2)), one_minus_beta2(_mm256_set1_ps(c.scalars.one_minus_beta2)),
+          step_scale(_mm256_set1_ps(c.scalars.step_scale)), bias_scale(_mm256_set1_ps(c.scalars.bias_scale)),
+          eps(_mm256_set1_ps(c.scalars.eps)) {}
+    __m256 grad_factor, decay, weight, beta2, one_minus_beta2, step_scale, bias_scale, eps;
+};
+
+template <bool small> INF_AVX2 inline __m256 avx2_update(const Avx2Coefficients &c, __m256 p, __m256 g, float *exp_avg, float *exp_avg_sq) {
+    g = _mm256_mul_ps(g, c.grad_factor);
+    const __m256 m_before = _mm256_loadu_ps(exp_avg);
+    const __m256 m = avx2_canonical(_mm256_fmadd_ps(c.weight, _mm256_sub_ps(g, m_before), small ? m_before : g));
+    const __m256 v_kept = _mm256_mul_ps(c.beta2, _mm256_loadu_ps(exp_avg_sq));
+    const __m256 v = avx2_canonical(_mm256_fmadd_ps(_mm256_mul_ps(c.one_minus_beta2, g), g, v_kept));
+    _mm256_storeu_ps(exp_avg, m);
+    _mm256_storeu_ps(exp_avg_sq, v);
+    const __m256 denominator = _mm256_add_ps(_mm256_div_ps(_mm256_sqrt_ps(v), c.bias_scale), c.eps);
+    const __m256 move = _mm256_div_ps(_mm256_mul_ps(c.step_scale, m), denominator);
+    return avx2_canonical(_mm256_add_ps(_mm256_mul_ps(p, c.decay), move));
+}
+
+/* What a vector loop leaves over goes to the scalar form. */
+template <typename Param, typename Grad> Run rest_of(const Run &run, uint64_t done) {
+    return Run{static_cast<Param *>(run.param) + done,
+               run.residual == nullptr ? nullptr : run.residual + done,
+               run.exp_avg + done,
+               run.exp_avg_sq + done,
+               static_cast<const Grad *>(run.grad) + done,
+               run.numel - done};
+}
+
+template <bool small, typename Grad> INF_AVX2 void adamw_f32_avx2(const Coefficients &coefficients, const Run &run) {
+    const Avx2Coefficients c(coefficients);
+    float *param = static_cast<float *>(run.param);
+    const Grad *grad = static_cast<const Grad *>(run.grad);
+    uint64_t i = 0;
+    for (; i + 8 <= run.numel; i += 8) {
+        const __m256 p = avx2_update<small>(c, _mm256_loadu_ps(param + i), avx2_load(grad + i), run.exp_avg + i, run.exp_avg_sq + i);
+        _mm256_storeu_ps(param + i, p);
+    }
+    adamw_f32_scalar<Grad>(coefficients, rest_of<float, Grad>(run, i));
+}
+
+template <bool small, typename Grad> INF_AVX2 void adamw_bf16_avx2(const Coefficients &coefficients, const Run &run) {
+    const Avx2Coefficients c(coefficients);
+    uint16_t *param = static_cast<uint16_t *>(run.param), *residual = run.residual;
+    const Grad *grad = static_cast<const Grad *>(run.grad);
+    float *exp_avg = run.exp_avg, *exp_avg_sq = run.exp_avg_sq;
+    uint64_t i = 0;
+    for (; i + 16 <= run.numel; i += 16) {
+        const uint64_t j = i + 8;
+        const __m256 p0 = avx2_update<small>(c, avx2_join(param + i, residual + i), avx2_load(grad + i), exp_avg + i, exp_avg_sq + i);
+        const __m256 p1 = avx2_update<small>(c, avx2_join(param + j, residual + j), avx2_load(grad + j), exp_avg + j, exp_avg_sq + j);
+        avx2_split(p0, p1, param + i, residual + i);
+    }
+    adamw_bf16_scalar<Grad>(coefficients, rest_of<uint16_t, Grad>(run, i));
+}
+
+#endif
+
+using Kernel = void (*)(const Coefficients &, const Run &);
+
+template <typename Grad> Kernel choose(int simd, bool is_bf16, bool small) {
+#if defined(INF_X86)
+    if (simd == INF_SIMD_AVX2) {
+        if (is_bf16) return small ? adamw_bf16_avx2<true, Grad> : adamw_bf16_avx2<false, Grad>;
+        return small ? adamw_f32_avx2<true, Grad> : adamw_f32_avx2<false, Grad>;
+    }
+#else
+    (void)simd, (void)small;
+#endif
+    return is_bf16 ? adamw_bf16_scalar<Grad> : adamw_f32_scalar<Grad>;
+}
+
+bool is_valid(const inf_adamw_args &a, const inf_adamw_segment &s) {
+    if (s.begin > s.end || !is_float_format(s.grad_format)) return false;
+    return s.begin == s.end || (s.end - 1) / a.exp_piece_numel < 2;
+}
+
+}  // namespace
+
+int run_adamw(const void *args, uint32_t args_nbytes, uint64_t *) {
+    const inf_adamw_segment *segments = nullptr;
+    const auto *a = args_with_segments<inf_adamw_args>(args, args_nbytes, &segments);
+    if (a == nullptr || a->exp_piece_numel == 0) return -EINVAL;
+    const int simd = simd_resolve(a->variant);
+    if (simd < 0) return simd;
+    for (uint32_t i = 0; i < a->n_segments; ++i) {
+        if (!is_valid(*a, segments[i])) return -EINVAL;
+    }
+    const bool is_bf16 = a->residual != 0;
+    const uint64_t param_nbytes = is_bf16 ? 2 : 4;
+    for (uint32_t i = 0; i < a->n_segments; ++i) {
+        const inf_adamw_segment &s = segments[i];
+        const Coefficients coefficients(s.scalars);
+        const uint64_t grad_nbytes = s.grad_format == INF_F32 ? 4 : 2;
+        const Kernel kernel = s.grad_format == INF_F32 ? choose<float>(simd, is_bf16, coefficients.small)
+                                                       : choose<uint16_t>(simd, is_bf16, coefficients.small);
+        for (uint64_t begin = s.begin; begin < s.end;) {
+            const uint64_t piece = begin / a->exp_piece_numel, piece_begin = piece * a->exp_piece_numel;
+            const uint64_t piece_end = piece_begin + a->exp_piece_numel, end = piece_end < s.end ? piece_end : s.end;
+            kernel(coefficients, Run{pointer<void>(a->param + begin * param_nbytes),
+                                     is_bf16 ? pointer<uint16_t>(a->residual) + begin : nullptr,
+                                     pointer<float>(a->exp_avg[piece]) + (begin - piece_begin),
+                                     pointer<float>(a->exp_avg_sq[piece]) + (begin - piece_begin),
+                                     pointer<const void>(s.grad + (begin - s.begin) * grad_nbytes), end - begin});
+            begin = end;
+        }
+    }
+    return 0;
+}
+
+}  // namespace inf
