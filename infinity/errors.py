@@ -44,6 +44,10 @@ class ModelError(InfinityError, ValueError):
     """The model cannot be managed as it is; the text names the module or parameter."""
 
 
+class DataError(InfinityError, ValueError):
+    """The text to train on is missing, unreadable, too little, or not the one that a saved state belongs to."""
+
+
 class BudgetError(InfinityError, MemoryError):
     """A memory budget is too small: ``knob`` is the config key to raise, ``needed_bytes`` what it must be at least."""
 
