@@ -48,6 +48,8 @@ from infinity.tiers.frames import FramePool
 _ABSENT, _FETCHING, _CLEAN = PageState.ABSENT, PageState.FETCHING, PageState.CLEAN
 _DIRTY, _WRITING, _CHAINED = PageState.DIRTY, PageState.WRITING, PageState.CHAINED
 
+_COPY_KERNEL, _CHECKSUM_KERNEL, _VERIFY_KERNEL = int(Kernel.COPY), int(Kernel.CHECKSUM), int(Kernel.VERIFY)
+
 _NO_FRAME = -1
 _NO_SLOT = -1
 _NO_KEY = -1
@@ -100,6 +102,7 @@ class Chain:
         "_changed",
         "_frames_scratch",
         "_has_kernel",
+        "_memory",
         "_outcome",
         "_pages_after",
         "_read",
@@ -131,6 +134,7 @@ class Chain:
         self._after = pages_after + scratch_after
         self._has_kernel = False
         self._outcome: list[tuple[int, PageEvent]] = []
+        self._memory: list[object] = []
         self.last = 0
         """The task that ends the chain: 0 before ``close``, a handle before ``submitted``, then an id."""
         self.failed = False
@@ -160,6 +164,10 @@ class Chain:
         self._scratch_after = (handle,)
         self._after = (*self._pages_after, handle)
         return handle
+
+    def keep(self, memory: object) -> None:
+        """Let an object live until the chain ends: the owner of memory that its kernels use."""
+        self._memory.append(memory)
 
     def close(self, write_back: bool) -> int:
         """End the chain; the handle of its last task, which completes when everything of the chain is complete.
@@ -250,6 +258,8 @@ class PageStore:
         self._readers: list[list[int]] = [[] for _ in range(frames.n_frames)]
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._evictable_kept: OrderedDict[int, None] = OrderedDict()
+        self._spillable: OrderedDict[int, None] = OrderedDict()
+        """DIRTY pages with a slot, held or not, least recently dirtied first."""
 
         self._tasks: dict[int, _Task] = {}
         self._chains: dict[int, Chain] = {}
@@ -341,7 +351,7 @@ class PageStore:
         chain = self._chains.get(key)
         if chain is not None and chain.last in self._tasks:
             ids = (*ids, chain.last)
-        if ids and min(ids) < 0 or chain is not None and chain.last <= 0:
+        if (ids and min(ids) < 0) or (chain is not None and chain.last <= 0):
             raise InvariantError(f"{self.name(page)} is in a batch that was not submitted")
         return ids
 
@@ -454,6 +464,18 @@ class PageStore:
         handle = self._add_write(batch, key, self._addresses[frame], self._after_writer(frame), _SINGLE)
         self._add_reader(frame, handle)
         return handle
+
+    def spill(self, batch: Batch) -> PageId | None:
+        """Write back the page that was least recently dirtied, can leave its frame then, and is not kept if another is not.
+
+        None when there is none. Once the write is settled the page is CLEAN, and its frame can be had.
+        """
+        candidates = [key for key in self._spillable if not self._holds[key]]
+        if not candidates:
+            return None
+        page = self._pages[next((key for key in candidates if not self._kept[key]), candidates[0])]
+        self.write_back(page, batch)
+        return page
 
     def evict(self, page: PageId) -> None:
         """CLEAN -> ABSENT."""
@@ -671,12 +693,17 @@ class PageStore:
             _require(not self._holds[key] or state in (_CLEAN, _DIRTY, _WRITING), "S3", f"{name} is {state.name} and held")
             _require(key not in self._writing_holds or state is not _WRITING, "S3", f"{name} is WRITING and held for writing")
             _require(
-                in_flight.get(key, 0) == (state in (_FETCHING, _WRITING)), "S4", f"{name} is {state.name}, {in_flight.get(key, 0)} transfers"
+                in_flight.get(key, 0) == (state in (_FETCHING, _WRITING)),
+                "S4",
+                f"{name} is {state.name}, {in_flight.get(key, 0)} transfers",
             )
             _require((key in self._chains) == (state is _CHAINED), "S4", f"{name} is {state.name}")
             _require(
-                (key in evictable) == (state is _CLEAN and not self._holds[key]), "S3", f"{name} is {state.name}, evictable or not"
+                (key in self._spillable) == (state is _DIRTY and self._slots[key] != _NO_SLOT),
+                "S3",
+                f"{name} is {state.name}, spillable or not",
             )
+            _require((key in evictable) == (state is _CLEAN and not self._holds[key]), "S3", f"{name} is {state.name}, evictable or not")
             if self._slots[key] == _NO_SLOT:
                 allowed = (_ABSENT, _DIRTY, _CHAINED) if self._dynamic[key] else (_DIRTY, _CHAINED)
                 _require(state in allowed, "S2", f"{name} rests in its frame and is {state.name}")
@@ -710,8 +737,12 @@ class PageStore:
         self._state[key] = after
         if before is _CLEAN:
             self._leave_evictable(key)
-        elif after is _CLEAN and not self._holds[key]:
+        elif before is _DIRTY:
+            self._spillable.pop(key, None)
+        if after is _CLEAN and not self._holds[key]:
             self._enter_evictable(key)
+        elif after is _DIRTY and self._slots[key] != _NO_SLOT:
+            self._spillable[key] = None
 
     def _enter_evictable(self, key: int) -> None:
         if self._kept[key]:
@@ -786,13 +817,13 @@ class PageStore:
             self._open_tasks[handle] = (_Op.READ_PAGE, key, ends)
             return handle
         self._open_tasks[handle] = (_Op.READ_PAGE, key, None)
-        handle = batch.kernel(Kernel.VERIFY, pack_verify(address, self._used[key], crc), (handle,))
+        handle = batch.kernel(_VERIFY_KERNEL, pack_verify(address, self._used[key], crc), (handle,))
         self._open_tasks[handle] = (_Op.VERIFY_PAGE, key, ends)
         return handle
 
     def _add_write(self, batch: Batch, key: int, address: int, after: tuple[int, ...], ends: _Ends) -> int:
         if self._verify:
-            checksum = batch.kernel(Kernel.CHECKSUM, pack_checksum(address, self._used[key]), after)
+            checksum = batch.kernel(_CHECKSUM_KERNEL, pack_checksum(address, self._used[key]), after)
             self._open_tasks[checksum] = (_Op.CHECKSUM_PAGE, key, None)
             after = (checksum,)
         fd, offset = self._place(key)
@@ -833,7 +864,7 @@ class PageStore:
             op, key, _ = self._open_tasks[chain.last]
         else:  # a task that only ends: after several, or after none of this batch
             nowhere = self._addresses[0]
-            chain.last = batch.kernel(Kernel.COPY, pack_copy(nowhere, nowhere, 0), last)
+            chain.last = batch.kernel(_COPY_KERNEL, pack_copy(nowhere, nowhere, 0), last)
             op, key = _Op.KERNEL_OF_CHAIN, _NO_KEY
         self._open_tasks[chain.last] = (op, key, chain)
         return chain.last
@@ -859,6 +890,7 @@ class PageStore:
         for key, event in chain._outcome:
             del self._chains[key]
             self._move(key, event)
+        chain._memory.clear()
         for frame in chain._frames_scratch:
             self._pool.give_back(frame)
         self._scratch_lent -= len(chain._frames_scratch)
