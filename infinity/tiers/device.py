@@ -19,12 +19,19 @@ Must not know: units, parameters, pages, when to move anything.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import random
+import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from functools import partial
-from typing import Literal
+from queue import SimpleQueue
+from time import sleep
+from typing import Any, Literal
 
+import psutil
 import torch
 
 from infinity.errors import BudgetError, EngineClosedError
@@ -353,8 +360,254 @@ def _close_pool(owner_pid: int, pool: ffi.CData) -> None:
         lib.inf_pool_close(pool)
 
 
+class _LateCopy(Ticket):
+    __slots__ = ("delay_s", "ended", "kept", "nbytes", "source", "target")
+
+    def __init__(self, target: int, source: int, nbytes: int, kept: torch.Tensor, delay_s: float) -> None:
+        self.target = target
+        self.source = source
+        self.nbytes = nbytes
+        self.kept: torch.Tensor | None = kept
+        self.delay_s = delay_s
+        self.ended = threading.Event()
+
+
+_DELAYS_S = (0.0, 0.0, 0.0001, 0.0005, 0.002)
+_NAN_BYTE = 0xFF
+"""Every float of such bytes is NaN: bf16, fp16, fp32, fp64."""
+
+
+class _Link:
+    """One direction of copies: in the order of issue, each some time later, on a thread of its own."""
+
+    def __init__(self, seed: str) -> None:
+        self._copies: SimpleQueue[_LateCopy | None] = SimpleQueue()
+        self._rng = random.Random(seed)
+        self._thread: threading.Thread | None = None
+
+    def issue(self, target: int, source: int, nbytes: int, kept: torch.Tensor) -> _LateCopy:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_carry_out, args=(self._copies,), name="infinity-simulated-copies", daemon=True)
+            self._thread.start()
+        copy = _LateCopy(target, source, nbytes, kept, self._rng.choice(_DELAYS_S))
+        self._copies.put(copy)
+        return copy
+
+    def close(self) -> None:
+        """Ends the thread after the copies that were issued."""
+        if self._thread is not None:
+            self._copies.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _carry_out(copies: SimpleQueue[_LateCopy | None]) -> None:
+    while (copy := copies.get()) is not None:
+        sleep(copy.delay_s)
+        ctypes.memmove(copy.target, copy.source, copy.nbytes)
+        copy.kept = None
+        copy.ended.set()
+
+
+class SimulatedRange(DeviceRange):
+    def __init__(self, device: SimulatedDevice, nbytes: int) -> None:
+        super().__init__(device, nbytes)
+        self.tensor = torch.full((nbytes,), _NAN_BYTE, dtype=torch.uint8)
+        weakref.finalize(self, self._state.empty).atexit = False
+
+    def _fill(self) -> None:
+        """It reads as NaN until something is copied in."""
+
+    def _drain(self) -> None:
+        ctypes.memset(self.tensor.data_ptr(), _NAN_BYTE, self.nbytes)
+
+
+class SimulatedDevice(Device):
+    """Ordinary memory that stands for an accelerator's; the host reaches it through copies only.
+
+    Order: what is not waited for is not there. `order` waits, because the compute stream is the caller itself.
+    """
+
+    kind = "simulated"
+    host_addressable = False
+    copies_in_queue = False
+    grain_nbytes = 512
+
+    def __init__(self, budget_bytes: int, seed: int) -> None:
+        super().__init__(budget_bytes)
+        self.torch_device = torch.device("cpu")
+        self._links = (_Link(f"{seed} to device"), _Link(f"{seed} to host"))
+        self._close_links = weakref.finalize(self, _close_links, os.getpid(), self._links)
+        self._close_links.atexit = False
+
+    def open_range(self, nbytes: int) -> DeviceRange:
+        self.require_open()
+        return SimulatedRange(self, nbytes)
+
+    def allocate(self, nbytes: int, what: str = "state that stays on the device") -> torch.Tensor:
+        return super().allocate(nbytes, what).fill_(_NAN_BYTE)
+
+    def copy_to_device(self, tensor: torch.Tensor, offset: int, host_address: int, nbytes: int) -> Ticket:
+        self.require_open()
+        return self._links[0].issue(_span(tensor, offset, nbytes), host_address, nbytes, tensor)
+
+    def copy_to_host(self, host_address: int, tensor: torch.Tensor, offset: int, nbytes: int) -> Ticket:
+        self.require_open()
+        return self._links[1].issue(host_address, _span(tensor, offset, nbytes), nbytes, tensor)
+
+    def wait(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, _LateCopy)
+        ticket.ended.wait()
+
+    def done(self, ticket: Ticket) -> bool:
+        assert isinstance(ticket, _LateCopy)
+        return ticket.ended.is_set()
+
+    def order(self, ticket: Ticket) -> None:
+        self.wait(ticket)
+
+    def close(self) -> None:
+        super().close()
+        self._close_links()
+
+
+def _close_links(owner_pid: int, links: tuple[_Link, ...]) -> None:
+    if os.getpid() == owner_pid:
+        for link in links:
+            link.close()
+
+
+_cuda: Any = torch.cuda  # only partly typed
+_REGISTERED_NBYTES = 1 << 30
+
+
+class _CudaCopy(Ticket):
+    __slots__ = ("event", "kept")
+
+    def __init__(self, event: Any, kept: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.event = event
+        self.kept = kept
+
+
+class CudaRange(DeviceRange):
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        super().__init__(device, nbytes)
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
+        self.tensor.untyped_storage().resize_(0)
+        weakref.finalize(self, self._state.empty).atexit = False
+
+    def _fill(self) -> None:
+        self.tensor.untyped_storage().resize_(self.nbytes)
+
+    def _drain(self) -> None:
+        self.tensor.untyped_storage().resize_(0)
+
+
+class CudaDevice(Device):
+    """The current CUDA device at the time it is opened. One side stream per direction.
+
+    Memory: a copy and what it touches are kept until its event has passed, so torch's allocator never hands memory on under a copy; that is
+    why ranges may be drained once their copies were *ordered*, and `record_stream` is not needed.
+    """
+
+    kind = "cuda"
+    host_addressable = False
+    copies_in_queue = False
+    grain_nbytes = 512  # of torch's allocator
+
+    def __init__(self, budget_bytes: int) -> None:
+        super().__init__(budget_bytes)
+        self.torch_device = torch.device("cuda", _cuda.current_device())
+        self._to_device = _cuda.Stream(self.torch_device)
+        self._to_host = _cuda.Stream(self.torch_device)
+        self._in_flight: deque[_CudaCopy] = deque()
+        self._registered: dict[int, list[int]] = {}
+
+    def open_range(self, nbytes: int) -> DeviceRange:
+        self.require_open()
+        return CudaRange(self, nbytes)
+
+    def copy_to_device(self, tensor: torch.Tensor, offset: int, host_address: int, nbytes: int) -> Ticket:
+        return self._copy(self._to_device, _cuda_bytes(tensor, offset, nbytes), _host_bytes(host_address, nbytes))
+
+    def copy_to_host(self, host_address: int, tensor: torch.Tensor, offset: int, nbytes: int) -> Ticket:
+        return self._copy(self._to_host, _host_bytes(host_address, nbytes), _cuda_bytes(tensor, offset, nbytes))
+
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        self.require_open()
+        while self._in_flight and self._in_flight[0].event.query():
+            self._in_flight.popleft()
+        stream.wait_stream(_cuda.current_stream(self.torch_device))
+        with _cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        event = _cuda.Event()
+        event.record(stream)
+        copy = _CudaCopy(event, (target, source))
+        self._in_flight.append(copy)
+        return copy
+
+    def wait(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, _CudaCopy)
+        ticket.event.synchronize()
+
+    def done(self, ticket: Ticket) -> bool:
+        assert isinstance(ticket, _CudaCopy)
+        return bool(ticket.event.query())
+
+    def order(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, _CudaCopy)
+        _cuda.current_stream(self.torch_device).wait_event(ticket.event)
+
+    def register_host(self, address: int, nbytes: int) -> None:
+        """In pieces of 1 GiB, so no copy may cross a multiple of it from ``address`` on: pages, which are powers of two, do not."""
+        pieces: list[int] = []
+        self._registered[address] = pieces
+        for begin in range(address, address + nbytes, _REGISTERED_NBYTES):
+            code = int(_cuda.cudart().cudaHostRegister(begin, min(_REGISTERED_NBYTES, address + nbytes - begin), 0))
+            if code != 0:
+                self.unregister_host(address, nbytes)
+                raise OSError(errno.ENOMEM, f"page-locking {nbytes} bytes of frames for CUDA: error {code}. Lower memory.host")
+            pieces.append(begin)
+
+    def unregister_host(self, address: int, nbytes: int) -> None:
+        for begin in self._registered.pop(address, ()):
+            code = int(_cuda.cudart().cudaHostUnregister(begin))
+            if code != 0:
+                raise OSError(errno.EINVAL, f"ending the page-lock of {nbytes} bytes of frames: CUDA error {code}")
+
+    def close(self) -> None:
+        if not self._closed:
+            self._to_device.synchronize()
+            self._to_host.synchronize()
+            self._in_flight.clear()
+        super().close()
+
+
+def _cuda_bytes(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    """Those bytes of a tensor, on its storage, with a version counter of their own (`data` has one)."""
+    _span(tensor, offset, nbytes)
+    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() * tensor.element_size() + offset + nbytes):
+        raise ValueError("a copy to or from a drained range")
+    return tensor.data.view(-1).view(torch.uint8)[offset : offset + nbytes]
+
+
+def _host_bytes(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
 def open_device(kind: DeviceKind, budget_bytes: int, *, seed: int = 0) -> Device:
     """A device of this kind; ``seed`` is for the delays of the simulated one."""
     if kind == "cpu":
         return CpuDevice(budget_bytes)
+    if kind == "simulated":
+        return SimulatedDevice(budget_bytes, seed)
+    if kind == "cuda":
+        return CudaDevice(budget_bytes)
     raise ValueError(f"device kind {kind!r}: known are cpu, simulated, cuda")
+
+
+def available_bytes(kind: DeviceKind) -> int:
+    """What is free on such a device now, whoever asks."""
+    if kind == "cuda":
+        return int(_cuda.mem_get_info()[0])
+    return int(psutil.virtual_memory().available)

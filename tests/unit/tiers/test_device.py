@@ -6,18 +6,18 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 import torch
 
 from infinity.errors import BudgetError, EngineClosedError
-from infinity.tiers.device import Device, DeviceKind, open_device
+from infinity.tiers.device import Device, DeviceKind, available_bytes, open_device
 
 MIB = 1 << 20
 
-CPU: list[DeviceKind] = ["cpu"]
-ALL: list[DeviceKind] = ["cpu"]
+KINDS: list[DeviceKind] = ["cpu", "simulated"]
 
 
 @pytest.fixture
@@ -25,7 +25,12 @@ def cpu() -> Device:
     return open_device("cpu", 16 * MIB)
 
 
-@pytest.fixture(params=ALL)
+@pytest.fixture
+def simulated() -> Device:
+    return open_device("simulated", 16 * MIB, seed=3)
+
+
+@pytest.fixture(params=KINDS)
 def device(request: pytest.FixtureRequest) -> Device:
     return open_device(request.param, 16 * MIB, seed=1)
 
@@ -280,6 +285,103 @@ def test_the_address_of_a_cpu_range_is_where_its_tensor_is(cpu: Device) -> None:
     opened = cpu.open_range(4096)
     assert cpu.host_addressable
     assert opened.address == opened.tensor.data_ptr()
+
+
+def test_the_address_of_a_simulated_range_is_refused(simulated: Device) -> None:
+    assert not simulated.host_addressable
+    with pytest.raises(TypeError, match="use copies"):
+        _ = simulated.open_range(4096).address
+
+
+def test_simulated_memory_is_nan_until_something_is_copied_in(simulated: Device) -> None:
+    opened = simulated.open_range(4096)
+    opened.fill()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        assert opened.tensor.view(dtype).isnan().all()
+        assert simulated.allocate(64).view(dtype).isnan().all()
+
+
+def test_simulated_memory_is_nan_after_a_drain(simulated: Device) -> None:
+    opened = simulated.open_range(4096)
+    opened.fill()
+    upload(simulated, opened.tensor, 0, host(4096))
+    assert not opened.tensor.view(torch.float32).isnan().any()
+    opened.drain()
+    assert opened.tensor.view(torch.float32).isnan().all()
+
+
+def test_a_simulated_copy_comes_late_so_a_missing_wait_reads_nan(simulated: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr("infinity.tiers.device.sleep", lambda delay_s: gate.wait())
+    opened, source = simulated.open_range(512), host(512)
+    opened.fill()
+    ticket = simulated.copy_to_device(opened.tensor, 0, source.ctypes.data, 512)
+    assert not simulated.done(ticket)
+    assert opened.tensor.view(torch.float32).isnan().all()
+    gate.set()
+    simulated.order(ticket)
+    assert not opened.tensor.view(torch.float32).isnan().any()
+
+
+def test_simulated_copies_of_one_direction_run_in_order(simulated: Device) -> None:
+    kept = simulated.allocate(8)
+    sources = [host(8, value) for value in range(30)]
+    tickets = [simulated.copy_to_device(kept, 0, source.ctypes.data, 8) for source in sources]
+    simulated.wait(tickets[-1])
+    assert all(simulated.done(ticket) for ticket in tickets)
+    assert kept.tolist() == [29] * 8
+
+
+def test_a_gradient_dropped_after_its_copy_was_issued_is_copied_whole(simulated: Device) -> None:
+    target = host(MIB)
+    tickets = []
+    for value in range(20):
+        gradient = torch.full((MIB,), value, dtype=torch.uint8)
+        tickets.append(simulated.copy_to_host(target.ctypes.data, gradient, 0, MIB))
+        del gradient
+    simulated.wait(tickets[-1])
+    assert (target == 19).all()
+
+
+def test_the_seed_decides_the_delays() -> None:
+    def delays(seed: int) -> list[float]:
+        device, source = open_device("simulated", MIB, seed=seed), host(1)
+        kept = device.allocate(1)
+        drawn = [device.copy_to_device(kept, 0, source.ctypes.data, 1).delay_s for _ in range(20)]  # type: ignore[attr-defined]
+        device.close()
+        return drawn
+
+    assert delays(5) == delays(5)
+    assert delays(5) != delays(6)
+
+
+def test_closing_a_simulated_device_ends_its_threads_after_their_copies(simulated: Device) -> None:
+    kept, source, threads = simulated.allocate(100), host(100, 4), threading.active_count()
+    for _ in range(5):
+        ticket = simulated.copy_to_device(kept, 0, source.ctypes.data, 100)
+    simulated.close()
+    assert simulated.done(ticket)
+    assert kept.tolist() == [4] * 100
+    assert threading.active_count() == threads
+
+
+def test_a_dropped_simulated_device_ends_its_threads() -> None:
+    threads = threading.active_count()
+    device = open_device("simulated", MIB)
+    device.wait(device.copy_to_device(device.allocate(8), 0, host(8).ctypes.data, 8))
+    del device
+    gc.collect()
+    assert threading.active_count() == threads
+
+
+def test_host_memory_can_be_registered_where_there_is_nothing_to_do(device: Device) -> None:
+    source = host(4096)
+    device.register_host(source.ctypes.data, 4096)
+    device.unregister_host(source.ctypes.data, 4096)
+
+
+def test_what_is_available_is_free_memory() -> None:
+    assert 0 < available_bytes("cpu") == pytest.approx(available_bytes("simulated"), rel=0.5)
 
 
 def test_touching_a_drained_cpu_range_faults() -> None:
