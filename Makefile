@@ -103,9 +103,9 @@ if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L 2>/dev/null | grep -q '^G
 else
   echo '== no NVIDIA GPU is here: installing the CPU build of torch $(TORCH) (some minutes)'
   $(PIP) install --quiet $$index 'torch==$(TORCH)+cpu' 2> $(VENV)/torch.log || {
-    tail -n 1 $(VENV)/torch.log >&2
-    echo '== pip finds no CPU build: installing torch $(TORCH) as pip finds it; it works as well, but may be a download of some GB'
-    echo '   (the CPU build has an index of its own, named on the install page of PyTorch: make TORCH_INDEX=URL)'
+    echo '== pip could not install the CPU build (why: $(VENV)/torch.log); installing torch $(TORCH) as pip finds it.'
+    echo '   It works as well, but may be the CUDA build: some GB. The CPU build has an index of its own, which the install page'
+    echo '   of PyTorch names; to use it, stop this and run: make TORCH_INDEX=URL'
     $(PIP) install --quiet $$index 'torch==$(TORCH)'
   }
 fi

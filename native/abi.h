@@ -3,6 +3,8 @@
  * Every function returns 0 or -errno unless it says otherwise. Nothing here calls Python, nothing is global, and no pointer is
  * kept after a call returns, with one exception: the address inside a task belongs to the queue from submit to completion. */
 
+#pragma once
+
 /* ---- files.cpp: every file operation, behind one table, so that tests can count them and make them fail ---- */
 
 enum {
@@ -15,7 +17,7 @@ typedef struct inf_files inf_files;
 int inf_files_new(inf_files **files);
 void inf_files_free(inf_files *files);
 /* The nth call (counted from 1, from now on) of `op` gives `result`: a negative errno, or for READ and WRITE a short count >= 0;
- * `times` calls in a row do so. */
+ * `times` calls in a row do so; 0 times takes all faults of `op` away. */
 int inf_files_fault(inf_files *files, int op, uint64_t nth, uint64_t times, int64_t result);
 uint64_t inf_files_count(const inf_files *files, int op);
 
@@ -79,6 +81,9 @@ int inf_queue_submit(inf_queue *queue, const inf_task *tasks, uint32_t n_tasks, 
 int inf_queue_poll(inf_queue *queue, inf_completion *completions, uint32_t max);
 /* Until every one of `ids` is complete (taken by poll or not): 0, or -ETIMEDOUT after timeout_ms. */
 int inf_queue_wait(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms);
+enum { INF_WAITING = 0, INF_READY = 1, INF_RUNNING = 2 };
+/* What task `id` is (`after_count`: dependencies still missing) and how far it is, or -ENOENT when it is complete or unknown. */
+int inf_queue_pending(const inf_queue *queue, uint64_t id, inf_task *task, int *phase);
 int inf_queue_get_stats(const inf_queue *queue, inf_queue_stats *stats);
 
 /* ---- checksum.cpp ---- */
@@ -164,6 +169,7 @@ int inf_arena_close(void *base, uint64_t nbytes);
 typedef struct inf_pool inf_pool;
 /* A budget of `capacity_nbytes` (multiple of 2 MiB) of physical memory, and address ranges it is moved behind with mremap. */
 int inf_pool_open(uint64_t capacity_nbytes, inf_pool **pool);
+/* Ranges that are still open stay valid, full or drained, until each is closed; `pool` is freed with the last. */
 void inf_pool_close(inf_pool *pool);
 /* Reserves an address range (PROT_NONE) of nbytes, a multiple of 2 MiB. */
 int inf_range_open(inf_pool *pool, uint64_t nbytes, void **base);
@@ -173,3 +179,7 @@ int inf_range_fill(inf_pool *pool, void *base);
 /* Takes it away again; a touch then faults. */
 int inf_range_drain(inf_pool *pool, void *base);
 uint64_t inf_pool_free_nbytes(const inf_pool *pool);
+/* The most physical memory that the pool may hold now, in ranges and free. */
+uint64_t inf_pool_warm_nbytes(const inf_pool *pool);
+/* Gives free memory back to the kernel until that is at most warm_nbytes, or nothing free is left to give. */
+int inf_pool_trim(inf_pool *pool, uint64_t warm_nbytes);

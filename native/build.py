@@ -35,7 +35,7 @@ extern "C" {
 """
 
 ffi = FFI()
-ffi.cdef((NATIVE / "abi.h").read_text())
+ffi.cdef((NATIVE / "abi.h").read_text().replace("#pragma once\n", ""))
 ffi.set_source(
     "infinity._native",
     PREAMBLE,

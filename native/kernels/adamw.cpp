@@ -70,17 +70,24 @@ struct Avx2Coefficients {
     __m256 grad_factor, decay, weight, beta2, one_minus_beta2, step_scale, bias_scale, eps;
 };
 
-template <bool small> INF_AVX2 inline __m256 avx2_update(const Avx2Coefficients &c, __m256 p, __m256 g, float *exp_avg, float *exp_avg_sq) {
+/* Eight elements after their update. A NaN in m or v is one in p too, so p alone says whether any is to be made canonical. */
+struct Avx2Updated {
+    __m256 m, v, p;
+
+    INF_AVX2 void make_canonical() {
+        m = avx2_canonical(m);
+        v = avx2_canonical(v);
+        p = avx2_canonical(p);
+    }
+};
+
+template <bool small> INF_AVX2 inline Avx2Updated avx2_update(const Avx2Coefficients &c, __m256 p, __m256 g, __m256 m, __m256 v) {
     g = _mm256_mul_ps(g, c.grad_factor);
-    const __m256 m_before = _mm256_loadu_ps(exp_avg);
-    const __m256 m = avx2_canonical(_mm256_fmadd_ps(c.weight, _mm256_sub_ps(g, m_before), small ? m_before : g));
-    const __m256 v_kept = _mm256_mul_ps(c.beta2, _mm256_loadu_ps(exp_avg_sq));
-    const __m256 v = avx2_canonical(_mm256_fmadd_ps(_mm256_mul_ps(c.one_minus_beta2, g), g, v_kept));
-    _mm256_storeu_ps(exp_avg, m);
-    _mm256_storeu_ps(exp_avg_sq, v);
+    m = _mm256_fmadd_ps(c.weight, _mm256_sub_ps(g, m), small ? m : g);
+    v = _mm256_fmadd_ps(_mm256_mul_ps(c.one_minus_beta2, g), g, _mm256_mul_ps(c.beta2, v));
     const __m256 denominator = _mm256_add_ps(_mm256_div_ps(_mm256_sqrt_ps(v), c.bias_scale), c.eps);
     const __m256 move = _mm256_div_ps(_mm256_mul_ps(c.step_scale, m), denominator);
-    return avx2_canonical(_mm256_add_ps(_mm256_mul_ps(p, c.decay), move));
+    return Avx2Updated{m, v, _mm256_add_ps(_mm256_mul_ps(p, c.decay), move)};
 }
 
 /* What a vector loop leaves over goes to the scalar form. */
@@ -95,12 +102,16 @@ template <typename Param, typename Grad> Run rest_of(const Run &run, uint64_t do
 
 template <bool small, typename Grad> INF_AVX2 void adamw_f32_avx2(const Coefficients &coefficients, const Run &run) {
     const Avx2Coefficients c(coefficients);
-    float *param = static_cast<float *>(run.param);
+    float *param = static_cast<float *>(run.param), *exp_avg = run.exp_avg, *exp_avg_sq = run.exp_avg_sq;
     const Grad *grad = static_cast<const Grad *>(run.grad);
+    const uint64_t numel = run.numel;
     uint64_t i = 0;
-    for (; i + 8 <= run.numel; i += 8) {
-        const __m256 p = avx2_update<small>(c, _mm256_loadu_ps(param + i), avx2_load(grad + i), run.exp_avg + i, run.exp_avg_sq + i);
-        _mm256_storeu_ps(param + i, p);
+    for (; i + 8 <= numel; i += 8) {
+        Avx2Updated x = avx2_update<small>(c, avx2_load(param + i), avx2_load(grad + i), avx2_load(exp_avg + i), avx2_load(exp_avg_sq + i));
+        if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(x.p, x.p, _CMP_UNORD_Q)) != 0, 0)) x.make_canonical();
+        _mm256_storeu_ps(exp_avg + i, x.m);
+        _mm256_storeu_ps(exp_avg_sq + i, x.v);
+        _mm256_storeu_ps(param + i, x.p);
     }
     adamw_f32_scalar<Grad>(coefficients, rest_of<float, Grad>(run, i));
 }
@@ -108,14 +119,28 @@ template <bool small, typename Grad> INF_AVX2 void adamw_f32_avx2(const Coeffici
 template <bool small, typename Grad> INF_AVX2 void adamw_bf16_avx2(const Coefficients &coefficients, const Run &run) {
     const Avx2Coefficients c(coefficients);
     uint16_t *param = static_cast<uint16_t *>(run.param), *residual = run.residual;
-    const Grad *grad = static_cast<const Grad *>(run.grad);
     float *exp_avg = run.exp_avg, *exp_avg_sq = run.exp_avg_sq;
+    const Grad *grad = static_cast<const Grad *>(run.grad);
+    const uint64_t numel = run.numel;
     uint64_t i = 0;
-    for (; i + 16 <= run.numel; i += 16) {
+    for (; i + 16 <= numel; i += 16) {
         const uint64_t j = i + 8;
-        const __m256 p0 = avx2_update<small>(c, avx2_join(param + i, residual + i), avx2_load(grad + i), exp_avg + i, exp_avg_sq + i);
-        const __m256 p1 = avx2_update<small>(c, avx2_join(param + j, residual + j), avx2_load(grad + j), exp_avg + j, exp_avg_sq + j);
-        avx2_split(p0, p1, param + i, residual + i);
+        Avx2Updated x = avx2_update<small>(c, avx2_join(param + i, residual + i), avx2_load(grad + i), avx2_load(exp_avg + i),
+                                           avx2_load(exp_avg_sq + i));
+        Avx2Updated y = avx2_update<small>(c, avx2_join(param + j, residual + j), avx2_load(grad + j), avx2_load(exp_avg + j),
+                                           avx2_load(exp_avg_sq + j));
+        __m256i x_kept = _mm256_castps_si256(x.p), y_kept = _mm256_castps_si256(y.p);
+        if (__builtin_expect(_mm256_movemask_ps(_mm256_or_ps(avx2_is_unusual(x.p), avx2_is_unusual(y.p))) != 0, 0)) {
+            x.make_canonical();
+            y.make_canonical();
+            x_kept = avx2_split_kept(x.p);
+            y_kept = avx2_split_kept(y.p);
+        }
+        _mm256_storeu_ps(exp_avg + i, x.m);
+        _mm256_storeu_ps(exp_avg + j, y.m);
+        _mm256_storeu_ps(exp_avg_sq + i, x.v);
+        _mm256_storeu_ps(exp_avg_sq + j, y.v);
+        avx2_cut(x_kept, y_kept, param + i, residual + i);
     }
     adamw_bf16_scalar<Grad>(coefficients, rest_of<uint16_t, Grad>(run, i));
 }
@@ -138,7 +163,8 @@ template <typename Grad> Kernel choose(int simd, bool is_bf16, bool small) {
 
 bool is_valid(const inf_adamw_args &a, const inf_adamw_segment &s) {
     if (s.begin > s.end || !is_float_format(s.grad_format)) return false;
-    return s.begin == s.end || (s.end - 1) / a.exp_piece_numel < 2;
+    const uint64_t pieces = a.exp_avg[1] != 0 && a.exp_avg_sq[1] != 0 ? 2 : 1;
+    return s.begin == s.end || (s.end - 1) / a.exp_piece_numel < pieces;
 }
 
 }  // namespace

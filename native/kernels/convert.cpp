@@ -18,7 +18,9 @@ void join_scalar(float *master, const uint16_t *hi, const uint16_t *lo, uint64_t
 
 INF_AVX2 void split_avx2(const float *master, uint16_t *hi, uint16_t *lo, uint64_t numel) {
     uint64_t i = 0;
-    for (; i + 16 <= numel; i += 16) avx2_split(avx2_load(master + i), avx2_load(master + i + 8), hi + i, lo + i);
+    for (; i + 16 <= numel; i += 16) {
+        avx2_cut(avx2_split_kept(avx2_load(master + i)), avx2_split_kept(avx2_load(master + i + 8)), hi + i, lo + i);
+    }
     split_scalar(master + i, hi + i, lo + i, numel - i);
 }
 

@@ -109,15 +109,20 @@ INF_AVX2 inline __m256i avx2_split_kept(__m256 x) {
     return _mm256_or_si256(kept, _mm256_and_si256(bits, _mm256_set1_epi32(int32_t(kSign))));
 }
 
-/* Sixteen values at once, so that every store is whole. */
-INF_AVX2 inline void avx2_split(__m256 x0, __m256 x1, uint16_t *hi, uint16_t *lo) {
-    const __m256i kept0 = avx2_split_kept(x0), kept1 = avx2_split_kept(x1);
-    const __m256i half = _mm256_set1_epi32(0x8000), low = _mm256_set1_epi32(0xFFFF);
+/* Cuts sixteen values in two, as they are: none is NaN or larger than kSplitMax in magnitude, or avx2_split_kept was there before. */
+INF_AVX2 inline void avx2_cut(__m256i kept0, __m256i kept1, uint16_t *hi, uint16_t *lo) {
+    const __m256i half = _mm256_set1_epi32(0x8000), zero = _mm256_setzero_si256();
     const __m256i highs = _mm256_packus_epi32(_mm256_srli_epi32(_mm256_add_epi32(kept0, half), 16),
                                               _mm256_srli_epi32(_mm256_add_epi32(kept1, half), 16));
-    const __m256i lows = _mm256_packus_epi32(_mm256_and_si256(kept0, low), _mm256_and_si256(kept1, low));
+    const __m256i lows = _mm256_packus_epi32(_mm256_blend_epi16(kept0, zero, 0xAA), _mm256_blend_epi16(kept1, zero, 0xAA));
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(hi), _mm256_permute4x64_epi64(highs, 0xD8));
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(lo), _mm256_permute4x64_epi64(lows, 0xD8));
+}
+
+/* All ones in each lane that avx2_split_kept would change, or that is an infinity. */
+INF_AVX2 inline __m256 avx2_is_unusual(__m256 x) {
+    const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
+    return _mm256_cmp_ps(magnitude, _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(kSplitMax))), _CMP_NLE_UQ);
 }
 
 #endif

@@ -1,0 +1,414 @@
+"""The native task queue, and the one table of file operations that it and its neighbours use.
+
+A task is a read, a write, a flush or a kernel. It may depend on earlier tasks, and what depends on a task that failed completes
+with ``ECANCELED``. A task completes once, after everything it depends on, whole or with an errno; so a frame is free when the last
+task that was given its address is complete, failed or not. No Python runs between two tasks of a chain.
+
+This module knows no pages and makes no decisions: addresses, descriptors and offsets are the caller's.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import logging
+import os
+import struct
+import time
+import weakref
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from infinity.errors import EngineClosedError, StallError
+from infinity.native import check, ffi, lib
+
+__all__ = ["Backend", "Batch", "Completion", "FileOp", "Files", "QueueStats", "TaskQueue"]
+
+_log = logging.getLogger(__name__)
+
+_READ, _WRITE, _FLUSH, _KERNEL = int(lib.INF_READ), int(lib.INF_WRITE), int(lib.INF_FLUSH), int(lib.INF_KERNEL)
+_OP_NAMES = {_READ: "read", _WRITE: "write", _FLUSH: "flush", _KERNEL: "kernel"}
+_PHASES = {
+    int(lib.INF_WAITING): "waits for earlier tasks",
+    int(lib.INF_READY): "is ready, and nothing is free to run it",
+    int(lib.INF_RUNNING): "is running",
+}
+
+_TASK = struct.Struct("=iiQQQiIQII")
+_COMPLETION = struct.Struct("=QQiI")
+if _TASK.size != ffi.sizeof("inf_task") or _COMPLETION.size != ffi.sizeof("inf_completion"):
+    raise ImportError("infinity._native was built from another abi.h than infinity/task_queue.py expects; build it again")
+_pack_task = _TASK.pack
+
+_SLICE_MS = 100
+_POLL_MAX = 1024
+_LISTED_MAX = 16
+
+
+class FileOp(enum.IntEnum):
+    """The rows of the table of file operations."""
+
+    OPEN = lib.INF_FILE_OPEN
+    CLOSE = lib.INF_FILE_CLOSE
+    FALLOCATE = lib.INF_FILE_FALLOCATE
+    READ = lib.INF_FILE_READ
+    WRITE = lib.INF_FILE_WRITE
+    DATASYNC = lib.INF_FILE_DATASYNC
+    SYNC = lib.INF_FILE_SYNC
+    RENAME = lib.INF_FILE_RENAME
+    UNLINK = lib.INF_FILE_UNLINK
+
+
+class Backend(enum.Enum):
+    """What carries out reads, writes and flushes. ``AUTO`` takes the best that works here."""
+
+    AUTO = "auto"
+    THREADS = "threads"
+    URING = "uring"
+
+
+class Completion(NamedTuple):
+    """The end of a task. ``status`` is 0 or ``-errno``; ``value`` what a kernel answers, or bytes moved; ``retries`` counts short transfers
+    continued and EINTR / EAGAIN retried."""
+
+    id: int
+    status: int
+    value: int
+    retries: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """Counters since the queue was opened.
+
+    Units: ``io_busy_s`` is the time with at least one read or write at the backend.
+    """
+
+    read_nbytes: int
+    write_nbytes: int
+    reads: int
+    writes: int
+    flushes: int
+    kernels: int
+    shorts: int
+    retries: int
+    in_flight: int
+    io_busy_s: float
+
+
+def _free_files(handle: Any, pid: int) -> None:
+    if os.getpid() == pid:
+        lib.inf_files_free(handle)
+
+
+class Files:
+    """Every file operation of store and checkpoint, counted, and made to fail where a test says so.
+
+    Memory: owns the native table, not the descriptors.
+    Errors: ``OSError`` with errno and file name.
+    """
+
+    def __init__(self) -> None:
+        out = ffi.new("inf_files **")
+        check(lib.inf_files_new(out), "files")
+        self._handle = out[0]
+        self._paths: dict[int, str] = {}
+        weakref.finalize(self, _free_files, self._handle, os.getpid())
+
+    @property
+    def handle(self) -> Any:
+        """The native ``inf_files *``; lives as long as this object."""
+        return self._handle
+
+    def path(self, fd: int) -> str:
+        """The path that ``fd`` was opened with here."""
+        return self._paths.get(fd, f"descriptor {fd}")
+
+    def open(self, path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int:
+        """A descriptor, close-on-exec."""
+        name = os.fspath(path)
+        fd = check(lib.inf_file_open(self._handle, os.fsencode(name), flags, mode), "open", name)
+        self._paths[fd] = name
+        return fd
+
+    def close(self, fd: int) -> None:
+        """Closes ``fd``; it is gone even when this raises."""
+        name = self._paths.pop(fd, f"descriptor {fd}")
+        check(lib.inf_file_close(self._handle, fd), "close", name)
+
+    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        check(lib.inf_file_fallocate(self._handle, fd, offset, nbytes), "fallocate", self.path(fd))
+
+    def datasync(self, fd: int) -> None:
+        check(lib.inf_file_datasync(self._handle, fd), "datasync", self.path(fd))
+
+    def sync(self, fd: int) -> None:
+        check(lib.inf_file_sync(self._handle, fd), "sync", self.path(fd))
+
+    def rename(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+        check(lib.inf_file_rename(self._handle, os.fsencode(source), os.fsencode(target)), "rename", os.fspath(source))
+
+    def unlink(self, path: str | os.PathLike[str]) -> None:
+        check(lib.inf_file_unlink(self._handle, os.fsencode(path)), "unlink", os.fspath(path))
+
+    def direct_alignment(self, fd: int) -> tuple[int, int]:
+        """What O_DIRECT asks of memory addresses and of file offsets.
+
+        Units: bytes; (0, 0) where the kernel does not say.
+        """
+        memory, offset = ffi.new("uint32_t *"), ffi.new("uint32_t *")
+        check(lib.inf_file_direct_alignment(fd, memory, offset), "statx", self.path(fd))
+        return int(memory[0]), int(offset[0])
+
+    def fault(self, op: FileOp, nth: int, times: int, result: int) -> None:
+        """For tests: the ``nth`` call of ``op`` from now on (the first is 1) and the ``times - 1`` after it give ``result``: a negative
+        errno, or for reads and writes the number of bytes after which they come short. ``times`` 0 takes all faults of ``op`` away."""
+        check(lib.inf_files_fault(self._handle, op, nth, times, result), "fault")
+
+    def count(self, op: FileOp) -> int:
+        """How often ``op`` was called."""
+        return int(lib.inf_files_count(self._handle, op))
+
+
+class Batch:
+    """Tasks to be handed over in one call.
+
+    Order: each method returns a handle, ``-1 - index``; ``after`` takes handles of this batch and ids of tasks already submitted. After
+    ``first = queue.submit(batch)`` the task with handle h has the id ``first - 1 - h``, and the batch is empty again.
+    Memory: borrows nothing; what an address names belongs to the queue from submit to completion.
+    """
+
+    __slots__ = ("_after", "_args", "_last", "_tasks")
+
+    def __init__(self) -> None:
+        self._tasks = bytearray()
+        self._after = array("q")
+        self._args = bytearray()
+        self._last = 0
+
+    def __len__(self) -> int:
+        return -self._last
+
+    def clear(self) -> None:
+        """Drops every task."""
+        self._tasks.clear()
+        del self._after[:]
+        self._args.clear()
+        self._last = 0
+
+    def read(self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = ()) -> int:
+        """File to memory. At the end of the file the status is ``-ENODATA``."""
+        return self._add(_READ, fd, offset, nbytes, address, after)
+
+    def write(self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = ()) -> int:
+        """Memory to file."""
+        return self._add(_WRITE, fd, offset, nbytes, address, after)
+
+    def flush(self, fd: int, after: Iterable[int] = ()) -> int:
+        """``fdatasync`` of ``fd``; covers the writes it depends on."""
+        return self._add(_FLUSH, fd, 0, 0, 0, after)
+
+    def kernel(self, kernel_id: int, args: bytes, after: Iterable[int] = ()) -> int:
+        """A native kernel on a worker thread; ``args`` is its struct of arguments, copied here."""
+        links = self._after
+        begin = len(links)
+        if after:
+            links.extend(after)
+        blob = self._args
+        at = len(blob)
+        nbytes = len(args)
+        blob += args
+        if nbytes & 7:
+            blob += b"\0" * (8 - (nbytes & 7))
+        self._tasks += _pack_task(_KERNEL, -1, 0, 0, 0, kernel_id, nbytes, at, begin, len(links) - begin)
+        self._last -= 1
+        return self._last
+
+    def _add(self, op: int, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int]) -> int:
+        links = self._after
+        begin = len(links)
+        if after:
+            links.extend(after)
+        self._tasks += _pack_task(op, fd, offset, nbytes, address, 0, 0, 0, begin, len(links) - begin)
+        self._last -= 1
+        return self._last
+
+
+def _close_queue(handle: Any, files: Files, pid: int) -> None:
+    """``files`` is here to outlive the queue."""
+    if os.getpid() == pid:
+        lib.inf_queue_close(handle)
+
+
+class TaskQueue:
+    """The native queue.
+
+    Order: ``submit`` never waits, ``poll`` never waits, ``wait`` does. Ids grow from 1. Any thread may call.
+    Memory: owns rings, descriptors and threads; keeps ``files`` alive. In a forked child it is nobody's: every call raises there.
+    Errors: ``OSError`` when the backend asked for does not work here; ``EngineClosedError`` after ``close``.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        *,
+        backend: Backend | str = Backend.AUTO,
+        queue_depth: int = 32,
+        block_nbytes: int = 1 << 20,
+        workers: int = 1,
+        io_threads: int = 4,
+        stall_s: float = 600.0,
+    ) -> None:
+        self._handle = _open_queue(files, Backend(backend), queue_depth, block_nbytes, workers, io_threads)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close_queue, self._handle, files, self._pid)
+        self._files = files
+        self._stall_s = stall_s
+        self._first_id = ffi.new("uint64_t *")
+        self._taken = bytearray(_POLL_MAX * _COMPLETION.size)
+        self._stats = ffi.new("inf_queue_stats *")
+        self.backend: str = "uring" if lib.inf_queue_backend(self._handle) == lib.INF_BACKEND_URING else "threads"
+        """The backend that runs: ``uring`` or ``threads``."""
+
+    def submit(self, batch: Batch) -> int:
+        """Hands all tasks of the batch over, or none; the id of the first. The batch is empty afterwards."""
+        handle = self._open_handle()
+        first_id = self._first_id
+        code = lib.inf_queue_submit(
+            handle,
+            ffi.from_buffer("inf_task[]", batch._tasks),
+            len(batch),
+            ffi.from_buffer("int64_t[]", batch._after),
+            len(batch._after),
+            ffi.from_buffer("uint8_t[]", batch._args),
+            len(batch._args),
+            first_id,
+        )
+        if code < 0:
+            check(code, f"submit of {len(batch)} tasks")
+        batch.clear()
+        return int(first_id[0])
+
+    def poll(self) -> list[Completion]:
+        """Everything complete and not yet taken, in the order of completion."""
+        handle = self._open_handle()
+        taken = self._taken
+        completions: list[Completion] = []
+        while True:
+            n = lib.inf_queue_poll(handle, ffi.from_buffer("inf_completion[]", taken), _POLL_MAX)
+            if n:
+                rows = _COMPLETION.iter_unpack(memoryview(taken)[: n * _COMPLETION.size])
+                completions += [Completion(id, status, value, retries) for id, value, status, retries in rows]
+            if n < _POLL_MAX:
+                return completions
+
+    def wait(self, ids: Sequence[int] | Iterable[int], timeout_s: float | None = None) -> None:
+        """Returns when every task of ``ids`` is complete, taken by ``poll`` or not; Ctrl-C works meanwhile.
+
+        Errors: ``StallError`` after ``timeout_s``, or when nothing in the whole queue has moved for its ``stall_s``; the tasks go on.
+        """
+        handle = self._open_handle()
+        wanted = array("Q", ids)
+        view = ffi.from_buffer("uint64_t[]", wanted)
+        n = len(wanted)
+        start = time.monotonic()
+        deadline = None if timeout_s is None else start + timeout_s
+        moved_at, moved = start, -1
+        slice_ms = _SLICE_MS if timeout_s is None else min(_SLICE_MS, max(0, int(timeout_s * 1000)))
+        while True:
+            code = lib.inf_queue_wait(handle, view, n, slice_ms)
+            if code == 0:
+                return
+            if code != -errno.ETIMEDOUT:
+                check(code, f"wait for {n} tasks")
+            now = time.monotonic()
+            if deadline is not None:
+                if now >= deadline:
+                    raise self._stall(wanted, f"within {timeout_s:g} s")
+                slice_ms = min(_SLICE_MS, int((deadline - now) * 1000) + 1)
+            progress = self._progress()
+            if progress != moved:
+                moved_at, moved = now, progress
+            elif now - moved_at >= self._stall_s:
+                raise self._stall(wanted, f"and nothing in the queue has moved for {now - moved_at:.0f} s")
+
+    def stats(self) -> QueueStats:
+        """The counters, now."""
+        lib.inf_queue_get_stats(self._open_handle(), self._stats)
+        stats = self._stats
+        return QueueStats(
+            read_nbytes=stats.read_nbytes,
+            write_nbytes=stats.write_nbytes,
+            reads=stats.reads,
+            writes=stats.writes,
+            flushes=stats.flushes,
+            kernels=stats.kernels,
+            shorts=stats.shorts,
+            retries=stats.retries,
+            in_flight=stats.in_flight,
+            io_busy_s=stats.io_busy_ns / 1e9,
+        )
+
+    def close(self) -> None:
+        """Waits until everything in flight is complete and ends the threads. Twice is fine; in a forked child it does nothing."""
+        self._finalizer()
+
+    def _open_handle(self) -> Any:
+        if not self._finalizer.alive:
+            raise EngineClosedError("the task queue was closed")
+        if os.getpid() != self._pid:
+            raise EngineClosedError("the task queue belongs to the process that opened it, and this is a forked child: open another")
+        return self._handle
+
+    def _progress(self) -> int:
+        lib.inf_queue_get_stats(self._handle, self._stats)
+        stats = self._stats
+        return int(stats.read_nbytes + stats.write_nbytes + stats.reads + stats.writes + stats.flushes + stats.kernels + stats.retries)
+
+    def _stall(self, ids: Sequence[int], how: str) -> StallError:
+        lines = []
+        left = 0
+        for id in ids:
+            line = self._describe(id)
+            if line is not None:
+                left += 1
+                if left <= _LISTED_MAX:
+                    lines.append(line)
+        if left > _LISTED_MAX:
+            lines.append(f"... and {left - _LISTED_MAX} more")
+        listed = "\n".join(f"  {line}" for line in lines)
+        return StallError(f"{left} of {len(ids)} tasks did not end, {how}. Look at the disk (dmesg, iostat). Not complete:\n{listed}")
+
+    def _describe(self, id: int) -> str | None:
+        """One line about a task that is not complete."""
+        task, phase = ffi.new("inf_task *"), ffi.new("int *")
+        if lib.inf_queue_pending(self._handle, id, task, phase) < 0:
+            return None
+        what = _OP_NAMES[task.op]
+        if task.op == _KERNEL:
+            what = f"{what} {task.kernel}"
+        elif task.op == _FLUSH:
+            what = f"{what} of {self._files.path(task.fd)}"
+        else:
+            what = f"{what} of {task.nbytes} bytes at byte {task.offset} of {self._files.path(task.fd)}"
+        return f"task {id}: {what}: {_PHASES[phase[0]]}"
+
+
+def _open_queue(files: Files, backend: Backend, queue_depth: int, block_nbytes: int, workers: int, io_threads: int) -> Any:
+    out = ffi.new("inf_queue **")
+
+    def attempt(kind: int) -> int:
+        return int(lib.inf_queue_open(files.handle, kind, queue_depth, block_nbytes, workers, io_threads, out))
+
+    if backend is Backend.THREADS:
+        check(attempt(lib.INF_BACKEND_THREADS), "task queue (threads)")
+    elif backend is Backend.URING:
+        check(attempt(lib.INF_BACKEND_URING), "task queue (uring): io_uring does not work here, use backend 'threads' or 'auto'")
+    else:
+        code = attempt(lib.INF_BACKEND_URING)
+        if code < 0:
+            check(attempt(lib.INF_BACKEND_THREADS), "task queue")
+            _log.info("io_uring does not work here (%s): reads and writes go through %d threads", os.strerror(-code), io_threads)
+    return out[0]

@@ -1,0 +1,407 @@
+#include "queue.hpp"
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <new>
+
+#include "kernels/kernels.hpp"
+
+using inf::Block;
+using inf::Edge;
+using inf::Request;
+using inf::Task;
+using inf::TaskList;
+
+namespace {
+
+constexpr uint64_t kRequestNbytesMax = 1u << 30;   // the kernel moves less than 2 GiB in one call
+constexpr uint32_t kDepthMax = 4096, kThreadsMax = 1024;
+
+uint64_t now_ns() {
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(since).count());
+}
+
+bool transfers(int op) { return op == INF_READ || op == INF_WRITE; }
+
+}  // namespace
+
+inf_queue::~inf_queue() { stop(); }
+
+int inf_queue::open(int backend) {
+    backend_ = backend == INF_BACKEND_URING ? inf::new_uring_backend(this) : inf::new_threads_backend(this);
+    workers_.reset(new (std::nothrow) inf::Thread[n_workers_]);
+    if (!backend_ || !workers_) return -ENOMEM;
+    backend_kind_ = backend;
+    if (const int error = backend_->open()) {
+        backend_.reset();
+        return error;
+    }
+    for (uint32_t i = 0; i < n_workers_; ++i) {
+        if (const int error = workers_[i].start<inf_queue, &inf_queue::work>(this, "infinity-kernel")) return error;
+    }
+    return 0;
+}
+
+void inf_queue::stop() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    closing_ = true;
+    while (in_flight_ > 0) ended_.wait(lock);
+    stopping_ = true;
+    const uint32_t workers = idle_workers_.claim(n_workers_);
+    const uint32_t backends = backend_ ? backend_->claim(UINT32_MAX) : 0;
+    lock.unlock();
+    idle_workers_.ring(workers);
+    if (backend_) {
+        backend_->ring(backends);
+        backend_->join();
+    }
+    for (uint32_t i = 0; workers_ && i < n_workers_; ++i) workers_[i].join();
+}
+
+int inf_queue::check(const inf_task *tasks, uint32_t n_tasks, const int64_t *after, uint64_t args_nbytes) const {
+    for (uint32_t i = 0; i < n_tasks; ++i) {
+        const inf_task &task = tasks[i];
+        for (uint32_t j = task.after_begin; j < task.after_begin + task.after_count; ++j) {
+            const int64_t id = after[j];
+            if (id == 0 || (id > 0 ? static_cast<uint64_t>(id) >= next_id_ : -1 - id >= static_cast<int64_t>(i))) return -EINVAL;
+        }
+        switch (task.op) {
+            case INF_READ:
+            case INF_WRITE:
+                if (task.offset > INT64_MAX || task.nbytes > INT64_MAX - task.offset || task.nbytes > UINT64_MAX - task.address) return -EINVAL;
+                break;
+            case INF_FLUSH:
+                break;
+            case INF_KERNEL:
+                if (task.args_offset % 8 || task.args_offset > args_nbytes || task.args_nbytes > args_nbytes - task.args_offset) return -EINVAL;
+                break;
+            default:
+                return -EINVAL;
+        }
+    }
+    return 0;
+}
+
+Task *inf_queue::live(uint64_t id) const {
+    if (id < base_) return nullptr;
+    const uintptr_t mark = window_[id];
+    return mark == kSucceeded || mark == kFailed ? nullptr : reinterpret_cast<Task *>(mark);
+}
+
+bool inf_queue::is_failed(uint64_t id) const {
+    if (id >= base_) return window_[id] == kFailed;
+    uint64_t begin = 0, end = n_failed_;
+    while (begin < end) {
+        const uint64_t middle = begin + (end - begin) / 2;
+        if (failed_[middle] < id) begin = middle + 1;
+        else end = middle;
+    }
+    return begin < n_failed_ && failed_[begin] == id;
+}
+
+int inf_queue::submit(const inf_task *tasks, uint32_t n_tasks, const int64_t *after, uint32_t n_after, const uint8_t *args, uint64_t args_nbytes,
+                      uint64_t *first_id) {
+    if (args_nbytes > UINT32_MAX * uint64_t{16}) return -EINVAL;
+    // One allocation: the block, its tasks, its edges, the arguments. Dependencies may share ranges of `after`, so they are counted.
+    uint64_t n_edges = 0;
+    for (uint32_t i = 0; i < n_tasks; ++i) {
+        if (tasks[i].after_begin > n_after || tasks[i].after_count > n_after - tasks[i].after_begin) return -EINVAL;
+        n_edges += tasks[i].after_count;
+        if (n_edges > UINT32_MAX) return -EINVAL;
+    }
+    const uint64_t tasks_at = (sizeof(Block) + 15) / 16 * 16;
+    const uint64_t edges_at = tasks_at + (n_tasks * sizeof(Task) + 15) / 16 * 16;
+    const uint64_t args_at = edges_at + (n_edges * sizeof(Edge) + 15) / 16 * 16;
+    uint8_t *memory = n_tasks ? static_cast<uint8_t *>(std::malloc(args_at + args_nbytes)) : nullptr;
+    if (n_tasks && !memory) return -ENOMEM;
+    if (n_tasks && args_nbytes) memcpy(memory + args_at, args, args_nbytes);
+    Block *block = reinterpret_cast<Block *>(memory);
+    Task *const block_tasks = reinterpret_cast<Task *>(memory + tasks_at);
+    Edge *edge = reinterpret_cast<Edge *>(memory + edges_at);
+
+    std::unique_lock<std::mutex> lock(mutex_);
+    int error = closing_ ? -ESHUTDOWN : check(tasks, n_tasks, after, args_nbytes);
+    const uint64_t end_id = next_id_ + n_tasks;
+    if (!error) {
+        const bool room = window_.reserve(end_id - base_, base_, next_id_) &&
+                          failed_.reserve(n_failed_ + (end_id - base_), 0, n_failed_) &&
+                          completions_.reserve(completions_end_ - completions_begin_ + in_flight_ + n_tasks, completions_begin_, completions_end_);
+        if (!room) error = -ENOMEM;
+    }
+    if (error || n_tasks == 0) {
+        *first_id = next_id_;
+        lock.unlock();
+        std::free(memory);
+        return error;
+    }
+
+    block->alive = n_tasks;
+    *first_id = next_id_;
+    TaskList ended;
+    for (uint32_t i = 0; i < n_tasks; ++i) {
+        const inf_task &from = tasks[i];
+        Task *task = new (&block_tasks[i]) Task{};
+        task->block = block;
+        task->id = next_id_ + i;
+        task->op = from.op;
+        task->fd = from.fd;
+        task->kernel = from.kernel;
+        if (from.op == INF_KERNEL) {
+            task->args = memory + args_at + from.args_offset;
+            task->args_nbytes = from.args_nbytes;
+        } else if (from.op != INF_FLUSH) {
+            task->offset = from.offset;
+            task->nbytes = from.nbytes;
+            task->address = from.address;
+        }
+        window_[task->id] = reinterpret_cast<uintptr_t>(task);
+        for (uint32_t j = from.after_begin; j < from.after_begin + from.after_count; ++j) {
+            const uint64_t id = after[j] < 0 ? next_id_ + static_cast<uint64_t>(-1 - after[j]) : static_cast<uint64_t>(after[j]);
+            if (Task *earlier = live(id)) {
+                *edge = {task, earlier->dependents};
+                earlier->dependents = edge++;
+                ++task->pending;
+            } else if (is_failed(id)) {
+                task->doomed = true;
+            }
+        }
+    }
+    next_id_ = end_id;
+    in_flight_ += n_tasks;
+    // Only now, when all ids are known: a task may end here and now (cancelled, or of no bytes), and take others of the batch along.
+    for (uint32_t i = 0; i < n_tasks; ++i) {
+        if (block_tasks[i].pending == 0) make_ready(&block_tasks[i], &ended);
+    }
+    complete(&ended);
+    unlock_and_ring(lock);
+    return 0;
+}
+
+// All its dependencies are complete.
+void inf_queue::make_ready(Task *task, TaskList *ended) {
+    if (task->doomed) {
+        task->status = -ECANCELED;
+        ended->push(task);
+    } else if (task->op == INF_KERNEL) {
+        kernels_ready_.push(task);
+        ++n_kernels_ready_;
+    } else if (task->op != INF_FLUSH && task->nbytes == 0) {
+        ended->push(task);
+    } else {
+        task->unissued = task->op == INF_FLUSH ? 1 : (task->nbytes - 1) / block_nbytes_ + 1;
+        requests_ready_ += task->unissued;
+        io_ready_.push(task);
+    }
+}
+
+void inf_queue::complete(Task *task) {
+    TaskList ended;
+    ended.push(task);
+    complete(&ended);
+}
+
+// Ends each task of the list and, in turn, those that end with it.
+void inf_queue::complete(TaskList *ended) {
+    while (!ended->empty()) {
+        Task *task = ended->pop();
+        completions_[completions_end_++] = {task->id, task->value, task->status, task->retries};
+        window_[task->id] = task->status < 0 ? kFailed : kSucceeded;
+        --in_flight_;
+        if (task->watched || (closing_ && in_flight_ == 0)) ring_ended_ = true;
+        switch (task->op) {
+            case INF_READ: ++stats_.reads; break;
+            case INF_WRITE: ++stats_.writes; break;
+            case INF_FLUSH: ++stats_.flushes; break;
+            default: ++stats_.kernels; break;
+        }
+        // The list was built back to front; dependents become ready in the order of their ids.
+        Edge *in_order = nullptr;
+        for (Edge *edge = task->dependents; edge;) {
+            Edge *next = edge->next;
+            edge->next = in_order;
+            in_order = edge;
+            edge = next;
+        }
+        for (Edge *edge = in_order; edge;) {
+            Task *dependent = edge->dependent;
+            edge = edge->next;
+            if (task->status < 0) dependent->doomed = true;
+            if (--dependent->pending == 0) make_ready(dependent, ended);
+        }
+        if (--task->block->alive == 0) std::free(task->block);
+    }
+    for (; base_ < next_id_; ++base_) {
+        const uintptr_t mark = window_[base_];
+        if (mark != kSucceeded && mark != kFailed) break;
+        if (mark == kFailed) failed_[n_failed_++] = base_;
+    }
+}
+
+bool inf_queue::take(Request *request) {
+    if (io_ready_.empty()) return false;
+    Task *task = io_ready_.front();
+    *request = Request{};
+    request->task = task;
+    request->op = task->op;
+    request->fd = task->fd;
+    if (transfers(task->op)) {
+        const uint64_t left = task->nbytes - task->issued;
+        request->offset = task->offset + task->issued;
+        request->address = task->address + task->issued;
+        request->nbytes = left < block_nbytes_ ? left : block_nbytes_;
+        task->issued += request->nbytes;
+        if (transfers_++ == 0) busy_since_ns_ = now_ns();
+    }
+    ++task->requests;
+    --requests_ready_;
+    if (--task->unissued == 0) io_ready_.pop();
+    return true;
+}
+
+void inf_queue::finish(const Request &request) {
+    Task *task = request.task;
+    --task->requests;
+    task->value += request.done;
+    task->retries += request.shorts + request.retries;
+    stats_.shorts += request.shorts;
+    stats_.retries += request.retries;
+    if (request.op == INF_READ) stats_.read_nbytes += request.done;
+    if (request.op == INF_WRITE) stats_.write_nbytes += request.done;
+    if (transfers(request.op) && --transfers_ == 0) stats_.io_busy_ns += now_ns() - busy_since_ns_;
+    if (request.status < 0 && task->status == 0) {
+        task->status = request.status;
+        if (task->unissued > 0) {   // then it is the front: requests are taken from there only
+            requests_ready_ -= task->unissued;
+            task->unissued = 0;
+            io_ready_.pop();
+        }
+    }
+    if (task->requests == 0 && task->unissued == 0) complete(task);
+}
+
+void inf_queue::unlock_and_ring(std::unique_lock<std::mutex> &lock) {
+    const uint32_t workers = idle_workers_.claim(n_kernels_ready_);
+    const uint32_t backends = requests_ready_ ? backend_->claim(requests_ready_) : 0;
+    const bool ended = ring_ended_;
+    ring_ended_ = false;
+    lock.unlock();
+    if (backends) backend_->ring(backends);
+    if (workers) idle_workers_.ring(workers);
+    if (ended) ended_.notify_all();
+}
+
+void inf_queue::work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+        if (kernels_ready_.empty()) {
+            if (stopping_) return;
+            unlock_and_ring(lock);
+            lock.lock();
+            if (kernels_ready_.empty() && !stopping_) idle_workers_.sleep(lock);
+            continue;
+        }
+        Task *task = kernels_ready_.pop();
+        --n_kernels_ready_;
+        task->running = true;
+        unlock_and_ring(lock);
+        uint64_t value = 0;
+        const int status = inf::run_kernel(task->kernel, task->args, task->args_nbytes, &value);
+        lock.lock();
+        task->value = value;
+        task->status = status < 0 ? status : 0;
+        complete(task);
+    }
+}
+
+int inf_queue::poll(inf_completion *completions, uint32_t max) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    uint32_t n = 0;
+    for (; n < max && n < INT32_MAX && completions_begin_ < completions_end_; ++n) completions[n] = completions_[completions_begin_++];
+    return static_cast<int>(n);
+}
+
+int inf_queue::wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (uint32_t i = 0; i < n_ids; ++i) {
+        if (ids[i] == 0 || ids[i] >= next_id_) return -EINVAL;
+    }
+    // From the last on, which tends to complete last: few wakes.
+    bool late = timeout_ms == 0;
+    for (uint32_t left = n_ids;;) {
+        Task *task = nullptr;
+        while (left > 0 && !(task = live(ids[left - 1]))) --left;
+        if (left == 0) return 0;
+        if (late) return -ETIMEDOUT;
+        task->watched = true;
+        late = ended_.wait_until(lock, deadline) == std::cv_status::timeout;
+    }
+}
+
+int inf_queue::pending(uint64_t id, inf_task *answer, int *phase) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Task *task = id > 0 && id < next_id_ ? live(id) : nullptr;
+    if (!task) return -ENOENT;
+    *answer = inf_task{};
+    answer->op = task->op;
+    answer->fd = task->fd;
+    answer->offset = task->offset;
+    answer->nbytes = task->nbytes;
+    answer->address = task->address;
+    answer->kernel = task->kernel;
+    answer->args_nbytes = task->args_nbytes;
+    answer->after_count = task->pending;
+    *phase = task->pending ? INF_WAITING : task->running || task->requests ? INF_RUNNING : INF_READY;
+    return 0;
+}
+
+void inf_queue::stats(inf_queue_stats *stats) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    *stats = stats_;
+    stats->in_flight = in_flight_;
+    if (transfers_) stats->io_busy_ns += now_ns() - busy_since_ns_;
+}
+
+extern "C" {
+
+int inf_queue_open(inf_files *files, int backend, uint32_t depth, uint64_t block_nbytes, uint32_t workers, uint32_t io_threads,
+                   inf_queue **queue) {
+    *queue = nullptr;
+    if (backend < INF_BACKEND_AUTO || backend > INF_BACKEND_URING) return -EINVAL;
+    if (depth == 0 || depth > kDepthMax || block_nbytes == 0) return -EINVAL;
+    if (workers == 0 || workers > kThreadsMax || io_threads == 0 || io_threads > kThreadsMax) return -EINVAL;
+    if (block_nbytes > kRequestNbytesMax) block_nbytes = kRequestNbytesMax;
+    if (backend == INF_BACKEND_AUTO) {
+        if (inf_queue_open(files, INF_BACKEND_URING, depth, block_nbytes, workers, io_threads, queue) == 0) return 0;
+        backend = INF_BACKEND_THREADS;
+    }
+    std::unique_ptr<inf_queue> opened(new (std::nothrow) inf_queue(files, depth, block_nbytes, workers, io_threads));
+    if (!opened) return -ENOMEM;
+    if (const int error = opened->open(backend)) return error;
+    *queue = opened.release();
+    return 0;
+}
+
+int inf_queue_backend(const inf_queue *queue) { return queue->backend(); }
+
+void inf_queue_close(inf_queue *queue) { delete queue; }
+
+int inf_queue_submit(inf_queue *queue, const inf_task *tasks, uint32_t n_tasks, const int64_t *after, uint32_t n_after, const uint8_t *args,
+                     uint64_t args_nbytes, uint64_t *first_id) {
+    return queue->submit(tasks, n_tasks, after, n_after, args, args_nbytes, first_id);
+}
+
+int inf_queue_poll(inf_queue *queue, inf_completion *completions, uint32_t max) { return queue->poll(completions, max); }
+
+int inf_queue_wait(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms) { return queue->wait(ids, n_ids, timeout_ms); }
+
+int inf_queue_pending(const inf_queue *queue, uint64_t id, inf_task *task, int *phase) { return queue->pending(id, task, phase); }
+
+int inf_queue_get_stats(const inf_queue *queue, inf_queue_stats *stats) {
+    queue->stats(stats);
+    return 0;
+}
+
+}  // extern "C"
