@@ -142,3 +142,7 @@ class EngineFailedError(InfinityError, RuntimeError):
 
 class EngineClosedError(InfinityError, RuntimeError):
     """The engine was closed."""
+
+
+class InvariantError(InfinityError, AssertionError):
+    """Infinity broke a rule of its own, which is a fault of ours; nothing was changed."""
