@@ -218,7 +218,7 @@ class Whole:
             raise Refusal
         number = int(value)
         if number in self.later:
-            raise Refusal(reason=f"not yet: {self.text} is what there is now.")
+            raise Refusal(reason=f"not yet; {self.text} is what there is now.")
         if not self.least <= number <= self.most or (self.one_of and number not in self.one_of):
             raise Refusal
         return number
@@ -521,7 +521,7 @@ KEYS: tuple[Key, ...] = (
     Key("bf16.enabled", _FLAG, False, BUILT, "cast every floating parameter to bfloat16; buffers keep their dtype"),
     Key("bf16.auto_cast", _FLAG, False, BUILT, "cast floating inputs of the model to bfloat16"),
     Key("bf16.check_grad_overflow", _FLAG, False, LATER, "a step with a non-finite gradient does what torch does"),
-    Key("bf16.immediate_grad_update", _FLAG, True, IGNORED, "gradients are always taken as they arrive"),
+    Key("bf16.immediate_grad_update", _FLAG, False, IGNORED, "gradients are always taken as they arrive"),
     Key("bf16.bf16_master_weights_and_grads", _FLAG, False, LATER, "masters are fp32"),
     Key("bf16.bf16_optimizer_states", _FLAG, False, LATER, "moments are fp32"),
     Key("check_grad_overflow", _FLAG, False, LATER, "a step with a non-finite gradient does what torch does"),
@@ -534,7 +534,7 @@ KEYS: tuple[Key, ...] = (
     Key("fp16.hysteresis", _COUNT, 2, PART),
     Key("fp16.consecutive_hysteresis", _FLAG, False, PART),
     Key("fp16.min_loss_scale", Number(), 1.0, PART),
-    Key("fp16.fp16_master_weights_and_grads", _FLAG, False, REFUSED, "an fp16 master loses small updates"),
+    Key("fp16.fp16_master_weights_and_grads", _FLAG, False, PART),
     Key("amp", _OPEN, None, REFUSED, "Apex is no longer maintained; use bf16"),
     Key("torch_autocast", Block(switch="enabled"), {}, LATER, "use bf16, or torch.autocast around your own forward"),
     Key("torch_autocast.enabled", _FLAG, False, LATER, "use bf16, or torch.autocast around your own forward"),
@@ -1209,7 +1209,7 @@ def config_reference() -> str:
             continue
         owner = _BY_PATH.get(block)
         lines.append(f"## `{block}`\n" if owner else "## Top level\n")
-        if owner:
+        if owner and owner.text:
             lines.append(f"{_sentence(owner)}{_also(owner)}\n")
         if all(key.verdict is PART for key in rows):
             lines.append(f"Known by name: {', '.join(f'`{key.name}`' for key in rows)}.\n")
