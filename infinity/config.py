@@ -20,7 +20,7 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias
@@ -218,7 +218,7 @@ class Whole:
             raise Refusal
         number = int(value)
         if number in self.later:
-            raise Refusal(reason=f"not yet: {self.text} is what there is now.")
+            raise Refusal(reason=f"not yet; {self.text} is what there is now.")
         if not self.least <= number <= self.most or (self.one_of and number not in self.one_of):
             raise Refusal
         return number
@@ -388,14 +388,16 @@ class MemoryBudget:
 
     @property
     def text(self) -> str:
-        return "a size such as '2GB' or '512MiB', or a fraction of what is free at start such as 0.5"
+        return "a size such as '2GB' or 536870912, a fraction of what is free at start such as 0.5, or 'auto'"
 
     def read(self, value: object) -> int | float:
         if isinstance(value, float) and 0.0 < value <= 1.0:
             return float(value)
+        if isinstance(value, str) and value.strip().startswith(("0.", ".")):
+            raise Refusal(f"Write {_short(value.strip())} without quotes.")
         nbytes = _bytes(value)
         if nbytes < self.least:
-            raise Refusal(f"The least that makes sense is {format_bytes(self.least)}.")
+            raise Refusal(f"The least is {format_bytes(self.least)}; 1.0 is all that is free.")
         return nbytes
 
 
@@ -519,7 +521,7 @@ KEYS: tuple[Key, ...] = (
     Key("bf16.enabled", _FLAG, False, BUILT, "cast every floating parameter to bfloat16; buffers keep their dtype"),
     Key("bf16.auto_cast", _FLAG, False, BUILT, "cast floating inputs of the model to bfloat16"),
     Key("bf16.check_grad_overflow", _FLAG, False, LATER, "a step with a non-finite gradient does what torch does"),
-    Key("bf16.immediate_grad_update", _FLAG, True, IGNORED, "gradients are always taken as they arrive"),
+    Key("bf16.immediate_grad_update", _FLAG, False, IGNORED, "gradients are always taken as they arrive"),
     Key("bf16.bf16_master_weights_and_grads", _FLAG, False, LATER, "masters are fp32"),
     Key("bf16.bf16_optimizer_states", _FLAG, False, LATER, "moments are fp32"),
     Key("check_grad_overflow", _FLAG, False, LATER, "a step with a non-finite gradient does what torch does"),
@@ -532,7 +534,7 @@ KEYS: tuple[Key, ...] = (
     Key("fp16.hysteresis", _COUNT, 2, PART),
     Key("fp16.consecutive_hysteresis", _FLAG, False, PART),
     Key("fp16.min_loss_scale", Number(), 1.0, PART),
-    Key("fp16.fp16_master_weights_and_grads", _FLAG, False, REFUSED, "an fp16 master loses small updates"),
+    Key("fp16.fp16_master_weights_and_grads", _FLAG, False, PART),
     Key("amp", _OPEN, None, REFUSED, "Apex is no longer maintained; use bf16"),
     Key("torch_autocast", Block(switch="enabled"), {}, LATER, "use bf16, or torch.autocast around your own forward"),
     Key("torch_autocast.enabled", _FLAG, False, LATER, "use bf16, or torch.autocast around your own forward"),
@@ -836,16 +838,31 @@ KEYS: tuple[Key, ...] = (
     Key("allgather_size", _SIZE, 500_000_000, IGNORED, "it is about stage 1"),
 )
 
+
+def _names(keys: tuple[Key, ...]) -> dict[str, dict[str, Key]]:
+    """For each block the names that may stand in it, aliases included."""
+    blocks: dict[str, dict[str, Key]] = {"": {}}
+    for key in keys:
+        if isinstance(key.takes, Block):
+            blocks[key.path] = {}
+        for name in (key.name, *key.aliases):
+            blocks[key.block][name] = key
+    return blocks
+
+
+def _homes(keys: tuple[Key, ...]) -> dict[str, list[str]]:
+    """For each name the blocks in which it belongs; keys of blocks that are not built are left out."""
+    homes: dict[str, list[str]] = {}
+    for key in keys:
+        if key.verdict is not PART:
+            for name in (key.name, *key.aliases):
+                homes.setdefault(name, []).append(key.block)
+    return homes
+
+
 _BY_PATH: dict[str, Key] = {key.path: key for key in KEYS}
-_BLOCKS: dict[str, dict[str, Key]] = {"": {}}
-_HOMES: dict[str, list[str]] = {}
-for _key in KEYS:
-    if isinstance(_key.takes, Block):
-        _BLOCKS[_key.path] = {}
-    for _name in (_key.name, *_key.aliases):
-        _BLOCKS[_key.block][_name] = _key
-        if _key.verdict is not PART:
-            _HOMES.setdefault(_name, []).append(_key.block)
+_NAMES = _names(KEYS)
+_HOMES = _homes(KEYS)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------------------
@@ -856,18 +873,16 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, 
 
     Errors: one ``ConfigError`` with every problem.
     """
-    if isinstance(source, Config):
-        source = source.as_dict()
     reading = _Reading()
-    tree = _tree(source, reading)
+    tree = source.as_dict() if isinstance(source, Config) else _tree(source, reading)
     if tree is not None:
-        reading.block("", "", tree, quiet=False)
+        reading.block("", "", tree, _Check.ALL)
         reading.old_spellings()
         reading.contradictions()
         reading.batch(world_size)
     if reading.problems:
         raise ConfigError(reading.problems)
-    result: dict[str, Any] = {"notices": tuple(reading.notices)}
+    result: dict[str, Any] = {"notices": source.notices if isinstance(source, Config) else tuple(reading.notices)}
     for key in KEYS:
         if _is_field(key) or (isinstance(key.takes, Block) and _has_built(key.path)):
             parent = result
@@ -907,6 +922,19 @@ def _pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
+def _given_twice(tree: dict[str, object]) -> Iterator[str]:
+    """The paths of all names that were given more than once in one JSON object."""
+    left: list[tuple[str, object]] = [("", tree)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict):
+            if isinstance(value, _Twice):
+                yield from (_join(path, name) for name in value.twice)
+            left.extend((_join(path, name), item) for name, item in value.items())
+        elif isinstance(value, list):
+            left.extend((f"{path}[{index}]", item) for index, item in enumerate(value))
+
+
 def _tree(source: Mapping[str, Any] | str | os.PathLike[str], reading: _Reading) -> Mapping[str, object] | None:
     if isinstance(source, Mapping):
         return source
@@ -918,7 +946,7 @@ def _tree(source: Mapping[str, Any] | str | os.PathLike[str], reading: _Reading)
     if text is None:
         where = f"'{os.fsdecode(source)}'"
         try:
-            with open(source, encoding="utf-8") as file:
+            with open(source, encoding="utf-8-sig") as file:
                 text = file.read()
         except OSError as error:
             reading.problem("", f"{where} cannot be read: {error.strerror or error}. Give the path of a JSON file.")
@@ -934,9 +962,18 @@ def _tree(source: Mapping[str, Any] | str | os.PathLike[str], reading: _Reading)
         reading.problem("", f"{where} is not JSON that can be read: {error}.")
     else:
         if isinstance(tree, dict):
+            for path in _given_twice(tree):
+                reading.problem(path, "given more than once. Keep one.")
             return tree
         reading.problem("", f"{where} holds {_show(tree)}, and a JSON object {{...}} is needed.")
     return None
+
+
+class _Check(Enum):
+    """How a block is read: in full, or (where it is not built) only for names and types."""
+
+    ALL = "all"
+    NAMES = "names and types"
 
 
 class _Reading:
@@ -955,17 +992,14 @@ class _Reading:
     def value(self, path: str) -> Any:
         return self._values.get(path, _BY_PATH[path].default)
 
-    def block(self, path: str, shown: str, tree: Mapping[str, object], *, quiet: bool) -> None:
-        """Reads the block at ``path``, given as ``shown``; ``quiet``: it is not built, and only names and types are checked."""
-        if isinstance(tree, _Twice):
-            for name in tree.twice:
-                self.problem(_join(shown, name), "given more than once. Keep one.")
+    def block(self, path: str, shown: str, tree: Mapping[str, object], check: _Check) -> None:
+        """Reads the block at ``path``, which was given as ``shown`` (an alias, perhaps)."""
         given: dict[str, str] = {}
         for name, value in tree.items():
             if not isinstance(name, str):
                 self.problem(_join(shown, _show(name)), "a key must be text.")
                 continue
-            key = _BLOCKS[path].get(name)
+            key = _NAMES[path].get(name)
             if key is None:
                 self.problem(_join(shown, name), _unknown(path, name))
             elif key.path in given:
@@ -974,15 +1008,15 @@ class _Reading:
                 given[key.path] = name
                 if name != key.name:
                     self.notices.append(f"{_join(shown, name)}: taken as {key.path}")
-                self._key(key, _join(shown, name), value, quiet=quiet)
+                self._key(key, _join(shown, name), value, check)
 
-    def _key(self, key: Key, path: str, value: object, *, quiet: bool) -> None:
+    def _key(self, key: Key, path: str, value: object, check: _Check) -> None:
         if isinstance(value, str) and value == "auto":
             return
         if value is None and (key.default is None or isinstance(key.takes, Block) or key.verdict is not BUILT):
             return
         if isinstance(key.takes, Block):
-            self._sub_block(key, key.takes, path, value, quiet=quiet)
+            self._sub_block(key, key.takes, path, value, check)
             return
         try:
             read = key.takes.read(value)
@@ -994,19 +1028,19 @@ class _Reading:
             return
         if key.verdict is BUILT:
             self._values[key.path] = read
-        elif not quiet and key.verdict is not PART:
+        elif check is _Check.ALL and key.verdict is not PART:
             self._unbuilt(key, path, value, read)
 
-    def _sub_block(self, key: Key, kind: Block, path: str, value: object, *, quiet: bool) -> None:
+    def _sub_block(self, key: Key, kind: Block, path: str, value: object, check: _Check) -> None:
         if not isinstance(value, Mapping):
             if not (value is False and key.verdict is not BUILT):
-                some = next((name for name in _BLOCKS[key.path]), "")
+                some = next((name for name in _NAMES[key.path]), "")
                 self.problem(path, f"{_show(value)} was given, but a block with keys of its own is needed, such as {{\"{some}\": ...}}.")
             return
-        if kind.switch is None and key.verdict is not BUILT and not quiet and key.verdict is not PART:
+        if kind.switch is None and key.verdict not in (BUILT, PART) and check is _Check.ALL:
             self._unbuilt(key, path, value, value)
-            quiet = True
-        self.block(key.path, path, value, quiet=quiet)
+            check = _Check.NAMES
+        self.block(key.path, path, value, check)
 
     def _unbuilt(self, key: Key, path: str, value: object, read: object) -> None:
         silent = key.off if key.verdict is IGNORED or isinstance(key.takes, Block) else (*key.off, key.default)
@@ -1034,21 +1068,26 @@ class _Reading:
             self.notices.append(f"{key.path}: {key.text}")
 
     def contradictions(self) -> None:
-        paths: dict[str, str] = {}
-        for block in ("zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
-            device, path = f"{block}.device", f"{block}.nvme_path"
-            if self.value(device) != "nvme" or path in self._wrong:
+        blocks = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
+        paths = {f"{block}.nvme_path": self.value(f"{block}.nvme_path") for block in blocks}
+        used = [f"{block}.nvme_path" for block in blocks if self.value(f"{block}.device") == "nvme"]
+        for path in used:
+            if paths[path] is not None or path in self._wrong:
                 continue
-            if self.value(path) is None:
-                self.problem(path, f"missing, and {device} is \"nvme\". Give a directory on the drive, such as \"/local_nvme/run1\".")
-            else:
-                paths[path] = self.value(path)
-        if len({os.path.abspath(path) for path in paths.values()}) > 1:
-            self.problem("zero_optimization.offload_optimizer.nvme_path",
-                         "another directory than zero_optimization.offload_param.nvme_path: not yet; give both the same.")
-        if self.value("optimizer_overlap") == "fused" and self.value("gradient_clipping") > 0:
-            self.problem("optimizer_overlap", f"\"fused\" contradicts gradient_clipping: {_show(self.value('gradient_clipping'))}, "
-                         "because the clip factor needs every gradient first. Use \"auto\" or \"deferred\", or clip nothing.")
+            like = 'on the drive, such as "/local_nvme/run1"'
+            for other, directory in paths.items():
+                if directory is not None:
+                    like = f"such as {_show(directory)}, which is {other}"
+            self.problem(path, f'missing, and {path.removesuffix("nvme_path")}device is "nvme". Give a directory {like}.')
+        if len({os.path.normpath(paths[path]) for path in used if paths[path] is not None}) > 1:
+            self.problem(used[1], f"another directory than {used[0]}: not yet. Give both the same.")
+        clipping = self.value("gradient_clipping")
+        if self.value("optimizer_overlap") == "fused" and clipping > 0:
+            self.problem(
+                "optimizer_overlap",
+                f'"fused" contradicts gradient_clipping: {_show(clipping)}, because the clip factor needs every gradient first. '
+                'Use "auto" or "deferred", or write gradient_clipping: 0.',
+            )
 
     def batch(self, world_size: int) -> None:
         """Any two of the batch triple give the third."""
@@ -1086,7 +1125,7 @@ class _Reading:
 
 
 def _unknown(block: str, name: str) -> str:
-    siblings = _BLOCKS[block]
+    siblings = _NAMES[block]
     folded = name.strip().lower().replace("-", "_")
     near = folded if folded in siblings else None
     homes = [home for home in _HOMES.get(folded, ()) if home != block]
@@ -1095,7 +1134,7 @@ def _unknown(block: str, name: str) -> str:
     near = near or _nearest(folded, siblings)
     if near:
         return f"unknown key. Did you mean '{near}'?"
-    far = _nearest(folded, _HOMES, cutoff=0.8)
+    far = None if folded in _HOMES else _nearest(folded, _HOMES, cutoff=0.8)
     if far:
         return f"unknown key. Did you mean '{_join(_HOMES[far][0], far)}'?"
     here = [key for key in KEYS if key.block == block]
@@ -1164,13 +1203,13 @@ before any memory is used. `"auto"` stands for the default wherever a key is; si
 def config_reference() -> str:
     """``docs/config.md``: every key, what it takes, its default, and what becomes of it."""
     lines = [_HEAD]
-    for block in _BLOCKS:
+    for block in _NAMES:
         rows = [key for key in KEYS if key.block == block and not isinstance(key.takes, Block)]
         if not rows:
             continue
         owner = _BY_PATH.get(block)
         lines.append(f"## `{block}`\n" if owner else "## Top level\n")
-        if owner:
+        if owner and owner.text:
             lines.append(f"{_sentence(owner)}{_also(owner)}\n")
         if all(key.verdict is PART for key in rows):
             lines.append(f"Known by name: {', '.join(f'`{key.name}`' for key in rows)}.\n")

@@ -69,10 +69,17 @@ def check_number(name: str, value: object, allowed: Callable[[float], bool], all
 
     Errors: ValueError that names it and ``allowed_text`` unless it is a finite number for which ``allowed`` holds.
     """
-    try:
-        number = math.nan if isinstance(value, (bool, str)) or not isinstance(value, SupportsFloat) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # an array or tensor of several elements
-        number = math.nan
+    number = value if type(value) is float else _as_float(value)
     if not (math.isfinite(number) and allowed(number)):
         raise ValueError(f"invalid {name}: {value!r}; it must be {allowed_text}")
     return number
+
+
+def _as_float(value: object) -> float:
+    """NaN for what is not one number."""
+    if isinstance(value, (bool, str)) or not isinstance(value, SupportsFloat):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # an array or tensor of several elements
+        return math.nan

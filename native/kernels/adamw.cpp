@@ -163,7 +163,8 @@ template <typename Grad> Kernel choose(int simd, bool is_bf16, bool small) {
 
 bool is_valid(const inf_adamw_args &a, const inf_adamw_segment &s) {
     if (s.begin > s.end || !is_float_format(s.grad_format)) return false;
-    return s.begin == s.end || (s.end - 1) / a.exp_piece_numel < 2;
+    const uint64_t pieces = a.exp_avg[1] != 0 && a.exp_avg_sq[1] != 0 ? 2 : 1;
+    return s.begin == s.end || (s.end - 1) / a.exp_piece_numel < pieces;
 }
 
 }  // namespace

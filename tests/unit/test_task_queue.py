@@ -1,0 +1,347 @@
+"""task_queue.py: what its Python adds to the native queue."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import EngineClosedError, StallError
+from infinity.native import check, crc32c, ffi
+from infinity.task_queue import Backend, Batch, FileOp, Files, TaskQueue
+from tests.support.queues import SLEEP, Memory, finish, opened, sleep_args
+
+
+@pytest.fixture
+def files() -> Files:
+    return Files()
+
+
+@pytest.fixture
+def queue(files: Files) -> Iterator[TaskQueue]:
+    with_threads = TaskQueue(files, backend=Backend.THREADS)
+    yield with_threads
+    with_threads.close()
+
+
+def in_child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=root)
+
+
+# ---- native.py ----
+
+
+def test_check_gives_what_is_not_negative() -> None:
+    assert check(0, "x") == 0
+    assert check(7, "x") == 7
+
+
+def test_check_raises_the_subclass_of_the_errno() -> None:
+    with pytest.raises(FileNotFoundError) as info:
+        check(-errno.ENOENT, "open", "/there")
+    assert info.value.filename == "/there"
+    with pytest.raises(PermissionError, match="task queue: Operation not permitted"):
+        check(-errno.EPERM, "task queue")
+
+
+def test_crc32c_takes_buffers_addresses_and_a_seed() -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+    memory = Memory(9, b"123456789")
+    assert crc32c(memory.address, 9) == crc32c(memoryview(b"123456789")) == crc32c(bytearray(b"123456789xx"), 9)
+    assert crc32c(b"6789", seed=crc32c(b"12345")) == 0xE3069283
+
+
+def test_crc32c_reads_nothing_behind_a_buffer() -> None:
+    with pytest.raises(ValueError, match="10 bytes, but the buffer has 9"):
+        crc32c(b"123456789", 10)
+    with pytest.raises(TypeError, match="nbytes"):
+        crc32c(4096)
+
+
+# ---- Batch ----
+
+
+def test_handles_count_down_and_become_ids(queue: TaskQueue) -> None:
+    batch = Batch()
+    handles = [batch.kernel(SLEEP, sleep_args(value=i)) for i in range(3)]
+    assert handles == [-1, -2, -3]
+    assert len(batch) == 3
+    first_id = queue.submit(batch)
+    queue.wait([first_id - 1 - handle for handle in handles])
+    assert {c.id: c.value for c in queue.poll()} == {first_id - 1 - handle: i for i, handle in enumerate(handles)}
+
+
+def test_a_submitted_batch_is_empty_and_used_again(queue: TaskQueue) -> None:
+    batch = Batch()
+    batch.kernel(SLEEP, sleep_args())
+    assert queue.submit(batch) == 1
+    assert len(batch) == 0
+    assert batch.kernel(SLEEP, sleep_args()) == -1
+    assert queue.submit(batch) == 2
+    finish(queue, 1, 2)
+
+
+def test_an_empty_batch_does_nothing_and_tells_the_next_id(queue: TaskQueue) -> None:
+    assert queue.submit(Batch()) == 1
+    assert queue.poll() == []
+
+
+def test_arguments_of_any_length_are_taken(queue: TaskQueue) -> None:
+    batch = Batch()
+    for nbytes in range(20):
+        batch.kernel(SLEEP, bytes(nbytes))
+    statuses = [c.status for c in finish(queue, queue.submit(batch), 20)]
+    assert statuses == [0 if nbytes == ffi.sizeof("inf_sleep_args") else -errno.EINVAL for nbytes in range(20)]
+
+
+def test_dependencies_are_taken_from_any_iterable(queue: TaskQueue) -> None:
+    batch = Batch()
+    first = batch.kernel(SLEEP, sleep_args(status=-errno.EIO))
+    for after in ((first,), [first], {first}, iter([first])):
+        batch.kernel(SLEEP, sleep_args(), after)
+    assert [c.status for c in finish(queue, queue.submit(batch), 5)][1:] == [-errno.ECANCELED] * 4
+
+
+# ---- TaskQueue ----
+
+
+def test_poll_takes_thousands_at_once(queue: TaskQueue) -> None:
+    batch = Batch()
+    for _ in range(5000):
+        batch.kernel(SLEEP, sleep_args())
+    assert len(finish(queue, queue.submit(batch), 5000)) == 5000
+
+
+def test_waiting_for_nothing_returns(queue: TaskQueue) -> None:
+    queue.wait([])
+    queue.wait(iter(()), timeout_s=0)
+
+
+def test_wait_returns_for_tasks_already_taken(queue: TaskQueue) -> None:
+    batch = Batch()
+    batch.kernel(SLEEP, sleep_args())
+    finish(queue, queue.submit(batch), 1)
+    queue.wait([1, 1])
+
+
+def test_a_wait_that_times_out_lists_the_tasks(queue: TaskQueue, files: Files, tmp_path: Path) -> None:
+    memory = Memory(64)
+    with opened(files, tmp_path / "data", content=b"") as fd:
+        batch = Batch()
+        slow = batch.kernel(SLEEP, sleep_args(300_000))
+        batch.write(fd, 4096, 64, memory.address, (slow,))
+        batch.flush(fd, (slow,))
+        batch.kernel(SLEEP, sleep_args())
+        queue.submit(batch)
+        with pytest.raises(StallError) as info:
+            queue.wait(range(1, 5), timeout_s=0.01)
+        text = str(info.value)
+        queue.wait(range(1, 5))
+    assert "4 of 4 tasks did not end, within 0.01 s" in text
+    assert re.search(rf"task 1: kernel {SLEEP}: is", text)
+    assert f"task 2: write of 64 bytes at byte 4096 of {tmp_path / 'data'}: waits for earlier tasks" in text
+    assert f"task 3: flush of {tmp_path / 'data'}: waits for earlier tasks" in text
+    assert len(queue.poll()) == 4
+
+
+def test_a_queue_in_which_nothing_moves_is_a_stall(files: Files) -> None:
+    queue = TaskQueue(files, backend="threads", stall_s=0.15)
+    batch = Batch()
+    batch.kernel(SLEEP, sleep_args(800_000))
+    first_id = queue.submit(batch)
+    with pytest.raises(StallError, match=r"1 of 1 tasks did not end, and nothing in the queue has moved"):
+        queue.wait([first_id])
+    queue.close()
+
+
+def test_a_slow_queue_in_which_something_moves_is_none(files: Files) -> None:
+    queue = TaskQueue(files, backend="threads", stall_s=0.5)
+    batch = Batch()
+    last = batch.kernel(SLEEP, sleep_args(60_000))
+    for _ in range(12):
+        last = batch.kernel(SLEEP, sleep_args(60_000), (last,))
+    first_id = queue.submit(batch)
+    queue.wait([first_id + 12])
+    queue.close()
+
+
+def test_ctrl_c_ends_a_wait_and_the_task_goes_on(queue: TaskQueue) -> None:
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    batch = Batch()
+    batch.kernel(SLEEP, sleep_args(600_000))
+    first_id = queue.submit(batch)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            queue.wait([first_id])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert queue.stats().in_flight == 1
+    finish(queue, first_id, 1)
+
+
+def test_threads_may_share_a_queue(queue: TaskQueue) -> None:
+    taken: list[int] = []
+
+    def work() -> None:
+        batch = Batch()
+        for _ in range(50):
+            for _ in range(20):
+                batch.kernel(SLEEP, sleep_args())
+            first_id = queue.submit(batch)
+            queue.wait(range(first_id, first_id + 20))
+            taken.extend(c.id for c in queue.poll())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(1, 4001))
+
+
+def test_after_close_every_call_is_refused_but_close(files: Files) -> None:
+    queue = TaskQueue(files, backend="threads")
+    queue.close()
+    queue.close()
+    for call in (lambda: queue.submit(Batch()), queue.poll, lambda: queue.wait([]), queue.stats):
+        with pytest.raises(EngineClosedError):
+            call()
+
+
+def test_a_forked_child_cannot_use_the_queue_and_does_not_close_it(queue: TaskQueue) -> None:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            queue.submit(Batch())
+        except EngineClosedError:
+            queue.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    batch = Batch()
+    batch.kernel(SLEEP, sleep_args())
+    finish(queue, queue.submit(batch), 1)
+
+
+def test_an_interpreter_that_ends_with_tasks_in_flight_finishes_them() -> None:
+    done = in_child(
+        "from infinity.task_queue import *\n"
+        "from tests.support.queues import *\n"
+        "queue, batch = TaskQueue(Files()), Batch()\n"
+        "batch.kernel(SLEEP, sleep_args(50_000))\n"
+        "queue.submit(batch)\n"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_unknown_backend_is_refused(files: Files) -> None:
+    with pytest.raises(ValueError, match="libaio"):
+        TaskQueue(files, backend="libaio")
+
+
+FORBID_URING = """
+import ctypes, logging, struct, sys
+# io_uring_setup is 425 everywhere: answer EPERM as container sandboxes do, allow the rest.
+rows = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (6, 0, 0, 0x00050000 | 1), (6, 0, 0, 0x7FFF0000)]
+program = b"".join(struct.pack("=HBBI", *row) for row in rows)
+code = ctypes.create_string_buffer(program)
+class Filter(ctypes.Structure):
+    _fields_ = [("n", ctypes.c_ushort), ("rows", ctypes.c_void_p)]
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+if libc.prctl(22, 2, ctypes.byref(Filter(4, ctypes.addressof(code))), 0, 0) != 0:
+    sys.exit(77)
+from infinity.task_queue import *
+logging.basicConfig(level=logging.INFO)
+"""
+
+
+def without_uring(code: str) -> subprocess.CompletedProcess[str]:
+    done = in_child(FORBID_URING + code)
+    if done.returncode == 77:
+        pytest.skip("seccomp filters cannot be installed here")
+    return done
+
+
+def test_where_io_uring_is_forbidden_auto_takes_threads_and_says_so_in_one_line() -> None:
+    done = without_uring("queue = TaskQueue(Files()); print(queue.backend); queue.close()")
+    assert done.stdout == "threads\n", done.stderr
+    assert done.stderr.splitlines() == [
+        "INFO:infinity.task_queue:io_uring does not work here (Operation not permitted): reads and writes go through 4 threads"
+    ]
+
+
+def test_where_io_uring_is_forbidden_asking_for_it_is_an_error() -> None:
+    done = without_uring("try:\n    TaskQueue(Files(), backend='uring')\nexcept PermissionError as error:\n    print(error)")
+    assert "io_uring does not work here, use backend 'threads' or 'auto'" in done.stdout, done.stderr
+
+
+def test_nothing_is_said_where_the_backend_asked_for_runs(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        TaskQueue(files, backend="threads").close()
+    assert caplog.records == []
+
+
+# ---- Files ----
+
+
+def test_files_open_write_and_leave(files: Files, tmp_path: Path) -> None:
+    path, other = tmp_path / "a", tmp_path / "b"
+    fd = files.open(path, os.O_RDWR | os.O_CREAT, 0o640)
+    assert files.path(fd) == str(path)
+    assert path.stat().st_mode & 0o777 & ~0o640 == 0
+    assert not os.get_inheritable(fd)
+    files.fallocate(fd, 0, 8192)
+    assert path.stat().st_size == 8192
+    files.datasync(fd)
+    files.sync(fd)
+    files.rename(path, other)
+    files.unlink(other)
+    files.close(fd)
+    assert list(tmp_path.iterdir()) == []
+    assert [files.count(op) for op in FileOp] == [1, 1, 1, 0, 0, 1, 1, 1, 1]
+
+
+def test_errors_of_files_name_the_file(files: Files, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError) as info:
+        files.open(missing, os.O_RDONLY)
+    assert info.value.filename == str(missing)
+    with pytest.raises(FileNotFoundError):
+        files.unlink(missing)
+    with pytest.raises(FileNotFoundError):
+        files.rename(missing, tmp_path / "other")
+    with pytest.raises(OSError, match="descriptor -1") as bad:
+        files.close(-1)
+    assert bad.value.errno == errno.EBADF
+
+
+def test_a_disk_too_small_is_enospc_or_efbig(files: Files, tmp_path: Path) -> None:
+    with opened(files, tmp_path / "file", content=b"") as fd, pytest.raises(OSError, match=str(tmp_path)) as info:
+        files.fallocate(fd, 0, 1 << 60)
+    assert info.value.errno in (errno.ENOSPC, errno.EFBIG)
+
+
+def test_direct_alignment_is_a_power_of_two_or_unknown(files: Files, tmp_path: Path) -> None:
+    with opened(files, tmp_path / "file", content=b"") as fd:
+        for align in files.direct_alignment(fd):
+            assert align & (align - 1) == 0
+    with pytest.raises(OSError, match="descriptor -1"):
+        files.direct_alignment(-1)
