@@ -114,7 +114,7 @@ def adamw(p: Tensor, m: Tensor, v: Tensor, g: Tensor, s: AdamWScalars, grad_fact
 def _sqrt(x: Tensor) -> Tensor:
     """Correctly rounded: torch.sqrt on the CPU may be MKL's, which is off by one ulp for one number in six."""
     with np.errstate(invalid="ignore"):
-        return torch.from_numpy(np.sqrt(x.numpy()))
+        return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
 
 
 def _canonical(x: Tensor) -> Tensor:
