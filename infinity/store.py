@@ -314,6 +314,10 @@ class PageStore:
         self._key(page)
         return f"{self._names[page[0]]} page {page[1]}"
 
+    def has_slot(self, page: PageId) -> bool:
+        """Whether the page rests in a backing, so that it can be written back and evicted."""
+        return self._slots[self._key(page)] != _NO_SLOT
+
     def has_content(self, page: PageId) -> bool:
         """Whether there is something to read: the page has a frame, or was written to its slot."""
         key = self._key(page)

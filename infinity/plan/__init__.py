@@ -1,1 +1,1 @@
-"""plan"""
+"""What happens when, as values: no torch, no files, no memory."""

@@ -9,12 +9,15 @@
 #include <new>
 
 #if __has_include(<linux/io_uring.h>)
+#include <linux/io_uring.h>
+#endif
+
+#ifdef IO_URING_OP_SUPPORTED   // headers of kernel 5.6 or later
 
 #include <cerrno>
 #include <cstring>
 #include <ctime>
 
-#include <linux/io_uring.h>
 #include <linux/time_types.h>
 #include <poll.h>
 #include <sys/eventfd.h>

@@ -28,7 +28,7 @@ def test_a_step_is_what_is_drawn_and_nothing_else(state: PageState, event: PageE
 
 
 def test_every_state_can_be_reached_and_left() -> None:
-    assert {after for after in TRANSITIONS.values()} == set(PageState)
+    assert set(TRANSITIONS.values()) == set(PageState)
     assert {before for before, _ in TRANSITIONS} == set(PageState)
 
 

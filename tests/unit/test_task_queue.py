@@ -34,7 +34,8 @@ def queue(files: Files) -> Iterator[TaskQueue]:
 
 
 def in_child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    root = Path(__file__).parents[2]
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=root)
 
 
 # ---- native.py ----

@@ -5,11 +5,12 @@ import fcntl
 import logging
 import os
 import resource
+import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -21,7 +22,7 @@ PAGE_NBYTES = 4096
 
 
 @pytest.fixture
-def files() -> Iterator[Files]:
+def files() -> Files:
     return Files()
 
 
@@ -72,19 +73,22 @@ def test_a_forgotten_backing_leaves_nothing(files: Files, tmp_path: Path) -> Non
 
 def test_two_backings_in_one_directory_do_not_touch_each_other(files: Files, tmp_path: Path) -> None:
     first = make_backing(files, tmp_path)
-    os.pwrite(buffered(first), b"first" * 100, 0)
+    with buffered(first) as file:
+        file.write(b"first" * 100)
     second = make_backing(files, tmp_path)
-    os.pwrite(buffered(second), b"other" * 100, 0)
+    with buffered(second) as file:
+        file.write(b"other" * 100)
     assert len(list(tmp_path.iterdir())) == 2
     second.close()
-    assert os.pread(buffered(first), 500, 0) == b"first" * 100
+    with buffered(first) as file:
+        assert file.read(500) == b"first" * 100
     assert os.path.isdir(first.directory)
     first.close()
 
 
-def buffered(backing: NvmeBacking) -> int:
+def buffered(backing: NvmeBacking) -> BinaryIO:
     fd, _ = backing.place(0)
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    return open(f"/proc/self/fd/{fd}", "r+b", buffering=0)
 
 
 def test_a_backing_without_slots_opens_no_file(files: Files, tmp_path: Path) -> None:
@@ -139,13 +143,13 @@ def test_the_directory_of_a_living_process_is_left_alone(tmp_path: Path) -> None
         os.write(writer, b"locked")
         os.close(writer)
         os.read(reader, 100)
-        os.pause() if hasattr(os, "pause") else __import__("signal").pause()
+        signal.pause()
     try:
         assert os.read(reader, 6) == b"locked"
         remove_leftovers(str(tmp_path))
         assert directory.exists()
     finally:
-        os.kill(child, 9)
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     remove_leftovers(str(tmp_path))
     assert not directory.exists()

@@ -1,0 +1,346 @@
+"""HOW units come and go: gathers and releases, carried out on store, queue and device, and the room that they need.
+
+Everything is issued as early as memory allows and waited for as late as possible. ``pump`` takes what the queue finished and issues
+what can be issued now; it never waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from infinity.errors import BudgetError, InfinityError
+from infinity.flat_param import FlatParam, Gradient, Unit, UnitState
+from infinity.flight import Flight
+from infinity.kernel_args import Kernel, pack_copy
+from infinity.layout import PARAM, RESIDUAL, PageId
+from infinity.optim.step import Step
+from infinity.planes import Planes
+from infinity.residency import PageState
+from infinity.sizes import format_bytes
+from infinity.task_queue import Batch
+from infinity.tiers.device import Device, Ticket
+
+
+@dataclass(slots=True)
+class Piece:
+    """One page of a gather: where it goes in the range of its flat parameter."""
+
+    flat: FlatParam
+    page: PageId
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class GatherJob:
+    """A gather under way: the copies of ``pieces[:issued]`` are issued."""
+
+    unit: Unit
+    pieces: list[Piece]
+    issued: int = 0
+    copies_left: int = 0
+    """Copy tasks in the queue that have not ended."""
+    tickets: list[tuple[Ticket, PageId]] = field(default_factory=list)
+    """Copies that the device itself makes, and the pages held for them."""
+
+
+class Executor:
+    """Carries out what the coordinator and the engine decide."""
+
+    def __init__(
+        self,
+        flight: Flight,
+        planes: Planes,
+        step: Step,
+        device: Device,
+        units: Sequence[Unit],
+        *,
+        max_live_numel: int,
+        prefetch_numel: int,
+    ) -> None:
+        self.flight = flight
+        self.step = step
+        self.units = units
+        self.is_busy: Callable[[Unit], bool] = lambda unit: bool(unit.open_visits)
+        self.next_use: Callable[[Unit], int | None] = lambda unit: None
+        self.demand_gathers = 0
+        """Gathers that had to be waited for."""
+        self.prefetch_hits = 0
+        """Gathers that had been started before they were needed."""
+        self._store = flight.store
+        self._planes = planes
+        self._device = device
+        self._max_live_numel = max_live_numel
+        self._prefetch_numel = prefetch_numel
+        self._unit_of = {flat.spec.index: unit for unit in units for flat in unit.flats}
+        self._jobs: dict[int, GatherJob] = {}
+        self._ahead: set[int] = set()
+        """Units gathered, or being gathered, ahead of their use."""
+        self._last_used: dict[int, int] = {}
+        self._clock = 0
+        step.open_units(units)
+
+    def unit_of(self, flat: FlatParam) -> Unit:
+        """The unit that owns ``flat``."""
+        return self._unit_of[flat.spec.index]
+
+    # ---- progress ----
+
+    def pump(self) -> None:
+        """Takes what has finished and issues what can be issued; never waits."""
+        self.flight.poll()
+        for job in list(self._jobs.values()):
+            self._advance(job)
+        self.step.pump()
+
+    def _wait(self) -> None:
+        if self.flight.idle:
+            ticket = next((job.tickets[0][0] for job in self._jobs.values() if job.tickets), None)
+            if ticket is not None:
+                self._device.wait(ticket)
+                self.pump()
+                return
+        self.flight.wait_any()
+        self.pump()
+
+    def finish(self) -> None:
+        """Waits until nothing is in flight and nothing is waiting to be issued."""
+        self.pump()
+        while self._jobs or not self.step.is_idle or not self.flight.idle:
+            self._wait()
+
+    # ---- gather and release ----
+
+    def gather(self, unit: Unit) -> None:
+        """The unit's full parameters are on the device when this returns."""
+        self._clock += 1
+        self._last_used[unit.index] = self._clock
+        if self.step.is_updating(unit):
+            self.step.finish(unit)
+        if unit.state is UnitState.GATHERED:
+            if unit.index in self._ahead:
+                self._ahead.discard(unit.index)
+                self.prefetch_hits += 1
+            return
+        job = self._jobs.get(unit.index)
+        if job is None:
+            self.demand_gathers += 1
+            self._make_room(unit.nbytes, f"unit {unit.name!r}")
+            job = self._begin(unit)
+        else:
+            self.prefetch_hits += 1
+        self._advance(job)
+        while unit.state is not UnitState.GATHERED:
+            self._wait()
+        self._ahead.discard(unit.index)
+
+    def prefetch(self, unit: Unit, position: int) -> bool:
+        """Starts a gather needed at ``position`` if it takes memory only from what is needed later; never waits. False: not now."""
+        if unit.state is not UnitState.SHARDED:
+            return True
+        if self.step.is_updating(unit) or self._store.frames_free + self._store.frames_evictable == 0:
+            return False
+        live = sum(other.numel for other in self.units if other.state is not UnitState.SHARDED)
+        ahead = sum(self.units[index].numel for index in self._ahead)
+        if live + unit.numel > self._max_live_numel or (ahead and ahead + unit.numel > self._prefetch_numel):
+            return False
+        while self._device.free_bytes < unit.nbytes:
+            victim = self._victim(later_than=position)
+            if victim is None:
+                return False
+            self.release(victim)
+        self._ahead.add(unit.index)
+        self._advance(self._begin(unit))
+        return True
+
+    def _begin(self, unit: Unit) -> GatherJob:
+        pieces = []
+        for flat in unit.flats:
+            if flat.range is None:
+                continue
+            if not flat.range.fill():
+                raise InfinityError(f"unit {unit.name!r}: the device has less room than it said, a fault of infinity.")
+            width = flat.dtype.itemsize
+            for index in range(flat.spec.page_count(PARAM)):
+                begin, end = flat.spec.page_elems(PARAM, index)
+                pieces.append(Piece(flat, self._planes.page(flat, PARAM, index), begin * width, (end - begin) * width))
+        unit.state = UnitState.GATHERING
+        job = self._jobs[unit.index] = GatherJob(unit, pieces)
+        return job
+
+    def _advance(self, job: GatherJob) -> None:
+        if self._device.copies_in_queue:
+            self._issue_copies(job)
+        else:
+            self._issue_device_copies(job)
+        if job.issued == len(job.pieces) and not job.copies_left and not job.tickets and job.unit.state is UnitState.GATHERING:
+            job.unit.state = UnitState.GATHERED
+            del self._jobs[job.unit.index]
+
+    def _issue_copies(self, job: GatherJob) -> None:
+        batch = Batch()
+        handles = []
+        for piece in job.pieces[job.issued :]:
+            state = self._store.state(piece.page)
+            if state is PageState.CHAINED:
+                break
+            if state is PageState.ABSENT and self._store.fetch(piece.page, batch) is None:
+                self.step.spill()
+                break
+            assert piece.flat.range is not None
+            args = pack_copy(piece.flat.range.address + piece.offset, self._store.address(piece.page), piece.nbytes)
+            handle = batch.kernel(Kernel.COPY, args, self._store.after(piece.page))
+            self._store.use(piece.page, handle)
+            handles.append(handle)
+        if not handles:
+            return
+        job.issued += len(handles)
+        job.copies_left += len(handles)
+        first = self.flight.submit(batch)
+
+        def copied() -> None:
+            job.copies_left -= 1
+
+        for handle in handles:
+            self.flight.track(first - 1 - handle, copied)
+
+    def _issue_device_copies(self, job: GatherJob) -> None:
+        for ticket, page in list(job.tickets):
+            if self._device.done(ticket):
+                self._device.order(ticket)
+                job.tickets.remove((ticket, page))
+                self._store.unhold(page)
+        while job.issued < len(job.pieces):
+            piece = job.pieces[job.issued]
+            if self._store.state(piece.page) not in (PageState.CLEAN, PageState.DIRTY, PageState.WRITING):
+                break
+            assert piece.flat.range is not None
+            self._store.hold(piece.page)
+            address = self._store.address(piece.page)
+            job.tickets.append((self._device.copy_to_device(piece.flat.range.tensor, piece.offset, address, piece.nbytes), piece.page))
+            job.issued += 1
+        batch = Batch()
+        handles = []
+        for piece in job.pieces[job.issued :]:
+            if self._store.state(piece.page) is PageState.ABSENT:
+                handle = self._store.fetch(piece.page, batch)
+                if handle is None:
+                    self.step.spill()
+                    break
+                handles.append(handle)
+        if handles:
+            first = self.flight.submit(batch)
+            for handle in handles:
+                self.flight.track(first - 1 - handle)
+
+    def release(self, unit: Unit) -> None:
+        """Gives the memory behind the unit's parameters back; their pages know everything that is worth knowing."""
+        if unit.state is not UnitState.GATHERED or unit.resident:
+            return
+        for flat in unit.flats:
+            if flat.range is not None:
+                flat.range.drain()
+        unit.state = UnitState.SHARDED
+        self._ahead.discard(unit.index)
+
+    def _victim(self, later_than: int | None) -> Unit | None:
+        """The unit to release first: the one needed last, then the one used longest ago. None: all are in use, or needed sooner."""
+        best: tuple[tuple[float, int], Unit] | None = None
+        for unit in self.units:
+            if unit.state is not UnitState.GATHERED or unit.resident or self.is_busy(unit):
+                continue
+            use = self.next_use(unit)
+            distance = math.inf if use is None else use
+            if later_than is not None and distance <= later_than:
+                continue
+            rank = (distance, -self._last_used.get(unit.index, 0))
+            if best is None or rank > best[0]:
+                best = rank, unit
+        return best[1] if best else None
+
+    def _make_room(self, nbytes: int, what: str) -> None:
+        """Releases units, reduces gradients, and waits, until the device has ``nbytes`` free."""
+        while self._device.free_bytes < nbytes and self._free_some():
+            pass
+        if self._device.free_bytes < nbytes:
+            used = self._device.used_bytes
+            raise BudgetError(
+                f"{what} needs {format_bytes(nbytes)} of device memory, but memory.device leaves {format_bytes(self._device.free_bytes)} "
+                f"({format_bytes(self._device.budget_bytes)} minus {format_bytes(used)} in use). "
+                f"Raise memory.device to at least {format_bytes(used + nbytes)}.",
+                knob="memory.device",
+                needed_bytes=used + nbytes,
+                given_bytes=self._device.budget_bytes,
+            )
+
+    def _free_some(self) -> bool:
+        """Does one thing that frees device memory; False where there is none left to do."""
+        victim = self._victim(later_than=None)
+        if victim is not None:
+            self.release(victim)
+            return True
+        freeing = next((unit for unit in self.units if self.step.can_free(unit)), None)
+        if freeing is not None:
+            self.step.reduce(freeing)
+            return True
+        if self._jobs or not self.flight.idle:
+            self._wait()
+            return True
+        return False
+
+    # ---- gradients and updates ----
+
+    def take_gradient(self, flat: FlatParam, index: int, grad: torch.Tensor) -> None:
+        """A gradient arrived; it stays where autograd left it until it is reduced or used."""
+        flat.gradients.append(self.charged(index, grad))
+
+    def charged(self, index: int, grad: torch.Tensor) -> Gradient:
+        """A gradient with its bytes counted in the device budget. It is there already, so it counts for 0 where no room can be made."""
+        nbytes = grad.nbytes
+        while not self._device.charge(nbytes):
+            if not self._free_some():
+                return Gradient(index, grad, 0)
+        return Gradient(index, grad, nbytes)
+
+    def reduce(self, unit: Unit) -> None:
+        """Adds the gradients that have fired to the running sums."""
+        self.step.reduce(unit)
+        self.pump()
+
+    def update(self, unit: Unit, grad_factor: float = 1.0) -> None:
+        """Begins the unit's update; its gathered copy is stale from now on."""
+        unit.updated = True
+        if unit.index in self._jobs:
+            while unit.state is UnitState.GATHERING:
+                self._wait()
+        self.step.update(unit, grad_factor)
+        self.release(unit)
+        self.pump()
+
+    def write_back_modified(self, unit: Unit) -> None:
+        """Parameters that were written in place since the last gather go to where they rest; their residual is cleared."""
+        for flat in unit.flats:
+            for index in flat.modified():
+                self.finish()
+                place = flat.spec.params[index]
+                width = flat.dtype.itemsize
+                if not flat.resident:
+                    memory = self._planes.to_host(flat.tensor[place.elem_offset * width : place.elem_end * width])
+                    self._planes.write(flat, PARAM, place.elem_offset, memory.numpy())
+                if RESIDUAL in flat.spec.grids:
+                    self._planes.write(flat, RESIDUAL, place.elem_offset, np.zeros(place.numel * 2, np.uint8))
+
+    def finished_planes(self) -> Planes:
+        """The planes, when nothing is in flight any more."""
+        self.finish()
+        return self._planes
+
+    def forget(self, units: Iterable[Unit]) -> None:
+        """Drops every gradient that no update has used."""
+        self.finish()
+        self.step.drop(units)

@@ -1,0 +1,125 @@
+"""What is in flight, and the only waiting on the training path.
+
+Everything submitted goes through ``Flight``: it remembers the last task of each piece of work and what its completion sets off, and
+counts the time spent waiting. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from infinity.errors import EngineFailedError, InfinityError
+from infinity.layout import PageId
+from infinity.residency import PageState
+from infinity.store import PageStore
+from infinity.task_queue import Batch, TaskQueue
+
+IN_FLIGHT = frozenset({PageState.FETCHING, PageState.WRITING, PageState.CHAINED})
+"""States in which a page is in the hands of the queue."""
+
+
+class Flight:
+    """Work handed to the queue. Order: ``poll`` whenever there is time, ``wait_*`` when there is nothing else to do."""
+
+    def __init__(self, queue: TaskQueue, store: PageStore) -> None:
+        self.queue = queue
+        self.store = store
+        self.stall_s = 0.0
+        self.irrevocable = False
+        """Is an update in flight? A failure then leaves weights that nobody can trust."""
+        self._when_done: dict[int, Callable[[], None] | None] = {}
+        self._failure: BaseException | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Is nothing in flight?"""
+        return not self._when_done
+
+    def submit(self, batch: Batch) -> int:
+        """Hands a batch over and tells the store; the id of its first task."""
+        self.check()
+        first = self.queue.submit(batch)
+        self.store.submitted(first)
+        return first
+
+    def track(self, task: int, done: Callable[[], None] | None = None) -> None:
+        """Counts ``task`` as the end of a piece of work; ``done`` is called once it has ended well."""
+        self._when_done[task] = done
+
+    def submit_work(self, batch: Batch, last: int, done: Callable[[], None] | None = None) -> int:
+        """Hands a batch over whose work ends with the task of handle ``last``; its id."""
+        task = self.submit(batch) - 1 - last
+        self.track(task, done)
+        return task
+
+    def poll(self) -> None:
+        """Applies what has ended; never waits.
+
+        Errors: IoError, CorruptPageError or KernelError of the first task that failed by itself.
+        """
+        self.check()
+        completions = self.queue.poll()
+        if not completions:
+            return
+        actions = []
+        for completion in completions:
+            action = self._when_done.pop(completion.id, None)
+            if action is not None and completion.status == 0:
+                actions.append(action)
+        try:
+            self.store.settle(completions)
+        except InfinityError as error:
+            if self.irrevocable:
+                self._failure = error
+            raise
+        finally:
+            for action in actions:
+                action()
+
+    def wait_any(self) -> None:
+        """Waits until the oldest piece of work has ended.
+
+        Errors: as ``poll``; InfinityError when nothing is in flight, because then nothing can ever come.
+        """
+        if self.idle:
+            raise InfinityError(f"nothing is in flight and there are no frames to go on with ({self.store.frames_free} free): a fault of infinity")
+        self.wait_for((next(iter(self._when_done)),))
+
+    def wait_for(self, tasks: Iterable[int]) -> None:
+        """Waits until all of ``tasks`` have ended."""
+        began = time.perf_counter()
+        try:
+            self.queue.wait(tuple(tasks))
+        finally:
+            self.stall_s += time.perf_counter() - began
+        self.poll()
+
+    def wait_all(self) -> None:
+        """Waits until nothing is in flight."""
+        while not self.idle:
+            self.wait_any()
+
+    def settle_page(self, page: PageId) -> None:
+        """Waits until the page is not in the hands of the queue."""
+        while self.store.state(page) in IN_FLIGHT:
+            tasks = self.store.busy(page)
+            self.wait_for(tasks)
+            if not tasks:
+                self.poll()
+
+    def fail(self, error: BaseException) -> None:
+        """From now on every call raises, with ``error`` as the cause."""
+        self._failure = self._failure or error
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What made the engine stop, if anything did."""
+        return self._failure
+
+    def check(self) -> None:
+        """Errors: EngineFailedError after ``fail``, or after a failure while updates were in flight."""
+        if self._failure is not None:
+            raise EngineFailedError(
+                f"the engine stopped, because a step that could not be undone failed: {self._failure}. Start again from the last checkpoint."
+            ) from self._failure

@@ -1,0 +1,154 @@
+"""Puts events on modules and parameters, and takes every one of them off again. Decides nothing.
+
+[Note: saved tensors] Around each forward a pair of saved-tensor hooks keeps, of a tensor on our storage, only an alias: the memory
+behind it is fetched again when backward unpacks it. Every other tensor is handed to the pair that was on top before, so that
+activation checkpointing goes on to drop what it dropped; with none below, the pair does what autograd itself does, check of versions
+included. Full module backward hooks are not used: they break in-place functions and do not fire in recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.coordinator import Coordinator
+from infinity.errors import ModelError
+from infinity.flat_param import FlatParam, Unit
+
+Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_INPLACE = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "a {kind} of shape {shape} is at version {now}; expected version {then} instead."
+)
+
+
+class SavedTensors:
+    """The pack and unpack pair of one depth of saved-tensor hooks."""
+
+    __slots__ = ("_below", "_coordinator", "_storages")
+
+    def __init__(self, coordinator: Coordinator, storages: Mapping[int, FlatParam], below: Pair | None) -> None:
+        self._coordinator = coordinator
+        self._storages = storages
+        self._below = below
+
+    def belongs_to(self, coordinator: Coordinator) -> bool:
+        """Is it of this engine?"""
+        return self._coordinator is coordinator
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd keeps instead of ``tensor``."""
+        flat = self._storages.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if flat is not None:
+            return flat, tensor.detach(), tensor._version
+        if self._below is not None:
+            return None, self._below[0](tensor), -1
+        return None, tensor.detach(), tensor._version
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor again; a unit it lies in is gathered first."""
+        flat, kept, version = packed
+        if flat is None and self._below is not None:
+            return self._below[1](kept)
+        if kept._version != version:
+            kind = "parameter" if flat is not None else "tensor"
+            raise RuntimeError(_INPLACE.format(kind=kind, shape=tuple(kept.shape), now=kept._version, then=version))
+        if flat is not None:
+            self._coordinator.unpack(flat)
+        return kept  # type: ignore[no-any-return]
+
+
+class Hooks:
+    """Every hook of one engine. Order: ``attach`` once, ``detach`` any number of times."""
+
+    def __init__(self, coordinator: Coordinator, root: nn.Module, units: list[Unit]) -> None:
+        self._coordinator = coordinator
+        self._handles: list[Any] = []
+        self._storages = {flat.storage_id: flat for unit in units for flat in unit.flats}
+        self._pushed: list[bool] = []
+        self._attach(root, units)
+
+    def _attach(self, root: nn.Module, units: list[Unit]) -> None:
+        coordinator = self._coordinator
+
+        def enter_root(module: nn.Module, args: Any) -> None:
+            coordinator.enter_root()
+
+        def leave_root(module: nn.Module, args: Any, output: Any) -> None:
+            coordinator.leave_root()
+
+        self._handles.append(root.register_forward_pre_hook(enter_root, prepend=True))
+        for unit in units:
+            self._attach_unit(unit)
+        self._handles.append(root.register_forward_hook(leave_root, always_call=True))
+
+    def _attach_unit(self, unit: Unit) -> None:
+        coordinator = self._coordinator
+
+        def reach(module: nn.Module, args: Any) -> None:
+            try:
+                coordinator.reach(unit)
+            except BaseException:
+                self._pushed.append(False)  # the forward hook runs all the same
+                raise
+            self.push_pair()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.pop_pair()
+            coordinator.leave(unit)
+
+        self._handles.append(unit.module.register_forward_pre_hook(reach))
+        self._handles.append(unit.module.register_forward_hook(leave, always_call=True))
+        for flat in unit.flats:
+            if flat.spec.trainable:
+                for index, param in enumerate(flat.params):
+                    self._handles.append(param.register_post_accumulate_grad_hook(self._arrival(flat, index)))
+
+    def _arrival(self, flat: FlatParam, index: int) -> Callable[[torch.Tensor], None]:
+        coordinator = self._coordinator
+
+        def arrived(param: torch.Tensor) -> None:
+            with torch._C.DisableTorchFunctionSubclass():
+                grad, param.grad = param.grad, None
+            if grad is None:
+                return
+            if grad.layout is not torch.strided:
+                raise ModelError(f"parameter {flat.spec.params[index].spec.name!r} got a sparse gradient; build its module with sparse=False.")
+            coordinator.accumulate(flat, index, grad)
+
+        return arrived
+
+    # ---- the saved-tensor pair ----
+
+    def push_pair(self) -> None:
+        """What is saved for backward from now on is told to the coordinator, if it lies on our storage."""
+        if not torch.is_grad_enabled():
+            self._pushed.append(False)
+            return
+        below = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if below is not None and isinstance(owner := getattr(below[0], "__self__", None), SavedTensors) and owner.belongs_to(self._coordinator):
+            self._pushed.append(False)
+            return
+        pair = SavedTensors(self._coordinator, self._storages, below)
+        torch._C._autograd._push_saved_tensors_default_hooks(pair.pack, pair.unpack)
+        self._pushed.append(True)
+
+    def pop_pair(self) -> None:
+        """Ends the latest ``push_pair``."""
+        if self._pushed and self._pushed.pop():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def close_pairs(self) -> None:
+        """Takes off what an interrupted forward left pushed."""
+        while self._pushed:
+            self.pop_pair()
+
+    def detach(self) -> None:
+        """Takes every hook off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,64 @@
+"""The parameter groups as torch shows them: what people and LR schedulers hold. It has no state of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from infinity.errors import EngineClosedError, NotYetError
+from infinity.optim.base import Optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class StepOwner(Protocol):
+    """What the groups need of an engine."""
+
+    def apply_step(self) -> None:
+        """Updates the weights."""
+
+    def zero_grad(self) -> None:
+        """Drops pending gradients."""
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """``param_groups`` is live: a scheduler may change ``lr`` between steps. ``step`` and ``zero_grad`` are the engine's."""
+
+    def __init__(self, engine: StepOwner, groups: Sequence[dict[str, Any]], algorithm: Optimizer) -> None:
+        self._engine = weakref.ref(engine)
+        self._algorithm = algorithm
+        super().__init__([dict(group) for group in groups], dict(algorithm.defaults))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """As ``engine.step()`` at the end of the last micro-step; a closure is evaluated first, as torch's optimizers do."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._algorithm.validate_group(group)
+        self._owner().apply_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``engine.zero_grad()``."""
+        self._owner().zero_grad()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes hyper-parameters of the groups; moments rest in the engine.
+
+        Errors: NotYetError when there are moments in it.
+        """
+        if state_dict.get("state"):
+            raise NotYetError("loading optimizer states is not built yet; parameter groups alone can be loaded.")
+        super().load_state_dict(state_dict)
+
+    def _owner(self) -> StepOwner:
+        engine = self._engine()
+        if engine is None:
+            raise EngineClosedError("the engine of this optimizer is gone.")
+        return engine
