@@ -176,8 +176,10 @@ def _show_job(out: Console, placement: Placement, config: Config, shape: GPTConf
     table.add_section()
     table.add_row("total", *map(_bytes, totals.values()), style="bold")
     table.add_row("budget", format_bytes(placement.device_budget_bytes), format_bytes(placement.host_budget_bytes), "-", style="bold")
+    table.add_row("needed at least", format_bytes(placement.device_minimum_bytes), format_bytes(placement.host_minimum_bytes), "-")
     out.print(table)
-    out.print(f"pages of {format_bytes(placement.page_nbytes)}, moved by {placement.backend}")
+    how = {True: " past the page cache", False: " through the page cache", None: ""}[placement.direct_io]
+    out.print(f"pages of {format_bytes(placement.page_nbytes)}, moved by {placement.backend}{how}")
 
 
 def _bytes(nbytes: int) -> str:

@@ -88,8 +88,18 @@ class PlainEngine:
         return steps
 
     def placement(self) -> Placement:
-        rows = [PlacementRow("param", "nvme", 2 * MIB), PlacementRow("frames", "host", 8 * MIB)]
-        return Placement(rows, 64 * MIB, 16 * MIB, MIB, "threads", sum(p.numel() for p in self.module.parameters()), 0)
+        return Placement(
+            rows=(PlacementRow("weights", "nvme", 2 * MIB), PlacementRow("optimizer state", "host", 8 * MIB)),
+            n_params=sum(param.numel() for param in self.module.parameters()),
+            n_trainable=0,
+            page_nbytes=MIB,
+            backend="threads",
+            direct_io=True,
+            host_budget_bytes=16 * MIB,
+            host_minimum_bytes=4 * MIB,
+            device_budget_bytes=64 * MIB,
+            device_minimum_bytes=3 * MIB,
+        )
 
     def totals(self) -> Totals:
         return Totals(
