@@ -32,7 +32,9 @@ class Budgets:
         self.cast = torch.bfloat16 if config.bf16.enabled else None
         self.unit_specs: list[UnitSpec] = [unit.spec(self.cast) for unit in found]
         self.rest = {PARAM: zero.offload_param.device, GRAD: zero.offload_optimizer.device}
-        self._resident_units = _resident_units(self.unit_specs, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
+        self._resident_units = _resident_units(
+            self.unit_specs, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
+        )
         free_host = available_bytes("cpu")
         host_guess = budget_bytes(config.memory.host, free_bytes=free_host, useful_bytes=free_host)
         without = [plane for plane in self._plane_names(algorithm) if self.tier(plane) != "nvme"]
@@ -52,7 +54,8 @@ class Budgets:
         if host_bytes < self.minimum_host_bytes:
             raise BudgetError(
                 f"memory.host is {format_bytes(host_bytes)}; this model with pages of {format_bytes(self.page_nbytes)} needs at least "
-                f"{format_bytes(self.minimum_host_bytes)} ({resting_frames} pages that rest in host memory and {self.reserve_frames} to work in). "
+                f"{format_bytes(self.minimum_host_bytes)} "
+                f"({resting_frames} pages that rest in host memory and {self.reserve_frames} to work in). "
                 f"Raise memory.host to {self.minimum_host_bytes} bytes, offload more to nvme, or make page smaller.",
                 knob="memory.host",
                 needed_bytes=self.minimum_host_bytes,
@@ -90,7 +93,8 @@ class Budgets:
         if self.device_bytes < self.minimum_device_bytes:
             raise BudgetError(
                 f"memory.device is {format_bytes(self.device_bytes)}; this model needs at least {format_bytes(self.minimum_device_bytes)}: "
-                f"{format_bytes(resident_bytes)} rest there for good, and unit {largest!r} with its gradients needs {format_bytes(needed)}. "
+                f"{format_bytes(resident_bytes)} rest there for good, "
+                f"and unit {largest!r} with its gradients needs {format_bytes(needed)}. "
                 f"Raise memory.device to {self.minimum_device_bytes} bytes, or offload more.",
                 knob="memory.device",
                 needed_bytes=self.minimum_device_bytes,

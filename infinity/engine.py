@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from os import PathLike
 from typing import Any
@@ -21,18 +21,19 @@ import torch
 from torch import nn
 
 from infinity import weights
-from infinity.comm import open_comm
 from infinity.budgets import Budgets
+from infinity.comm import open_comm
 from infinity.config import Config, load_config
 from infinity.coordinator import Coordinator
-from infinity.errors import ConfigError, ConfigProblem, EngineClosedError, InfinityError, ModelError
+from infinity.errors import ConfigError, ConfigProblem, EngineClosedError, InfinityError
 from infinity.executor import Executor
+from infinity.figures import StepMetrics, Totals
 from infinity.flat_param import FlatParam, Unit
 from infinity.flight import Flight
 from infinity.hooks import Hooks
 from infinity.layout import GRAD
 from infinity.optim.adamw import AdamW
-from infinity.optim.groups import EngineOptimizer
+from infinity.optim.groups import EngineOptimizer, hyper_parameters, parameter_groups
 from infinity.optim.step import Step, clip_factor
 from infinity.placement import Placement, describe
 from infinity.planes import Planes
@@ -57,52 +58,14 @@ class EngineState(Enum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetrics:
-    """The figures of one step. ``grad_norm`` is before clipping, and None while updates are in flight or nothing was updated."""
-
-    step: int
-    lr: float
-    grad_norm: float | None
-    clip_factor: float
-    step_s: float
-    stall_s: float
-    read_bytes: int
-    write_bytes: int
-    host_bytes: int
-    device_bytes: int
-    prefetch_hits: int
-    demand_gathers: int
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums since the start of the engine."""
-
-    read_bytes: int
-    write_bytes: int
-    stall_s: float
-    prefetch_hits: int
-    demand_gathers: int
-
-    def since(self, before: Totals) -> Totals:
-        """What came after ``before``."""
-        return Totals(
-            self.read_bytes - before.read_bytes,
-            self.write_bytes - before.write_bytes,
-            self.stall_s - before.stall_s,
-            self.prefetch_hits - before.prefetch_hits,
-            self.demand_gathers - before.demand_gathers,
-        )
-
-
 class Engine:
     """Trains ``model`` with its state in tiers, exactly.
 
     ``config`` is DeepSpeed's JSON shape: a dict, a path, a JSON text, or a loaded ``Config``. ``model_parameters`` are parameters or
     torch's parameter groups; without them every parameter is trained. ``device`` is "auto", "cpu", "cuda", or "simulated" (for tests).
 
-    Order: use it as a context manager, or call ``close``. Per micro-step ``loss = engine(...)``, ``engine.backward(loss)``, ``engine.step()``.
+    Order: use it as a context manager, or call ``close``. Per micro-step ``loss = engine(...)``,
+    ``engine.backward(loss)``, ``engine.step()``.
     Memory: takes over the model's parameters; ``close`` gives them back.
     Errors: ConfigError, BudgetError, SpaceError and ModelError before the model is touched.
     """
@@ -128,7 +91,7 @@ class Engine:
         found = find_units(model, classes=zero.leaf_module.classes, names=zero.leaf_module.names)
         weights.check_meta(model)
         self._algorithm = AdamW(**self.config.optimizer.params.model_dump())
-        groups = _groups(model, model_parameters)
+        groups = parameter_groups(model, model_parameters)
         for group in groups:
             self._algorithm.validate_group({**self._algorithm.defaults, **group})
         budgets = Budgets(self.config, found, self._algorithm, kind)
@@ -226,7 +189,7 @@ class Engine:
         specs = {spec.name: [flat for flat in budgets.layout.flats if flat.unit == spec.name] for spec in budgets.unit_specs}
         for found_unit in found:
             weights.make_real(found_unit.modules(), managed)
-            params = {name: param for name, param in found_unit.owned}
+            params = dict(found_unit.owned)
             flats = []
             for spec in specs[found_unit.name]:
                 names = [place.spec.name for place in spec.params]
@@ -267,7 +230,7 @@ class Engine:
         fused = boundary and not retain_graph and self.config.gradient_clipping == 0 and self.config.optimizer_overlap != "deferred"
         self._coordinator.begin_backward(fused=fused)
         try:
-            scaled.backward(retain_graph=retain_graph)
+            torch.autograd.backward(scaled, retain_graph=retain_graph)
             self._coordinator.end_backward()
         except BaseException as error:
             self._coordinator.abort_backward()
@@ -309,7 +272,7 @@ class Engine:
             factor = self._user_factor
         for unit in waiting:
             self._executor.update(unit, factor)
-        changed = self._groups_seen is not None and self._groups_seen != _hyper_parameters(self.optimizer)
+        changed = self._groups_seen is not None and self._groups_seen != hyper_parameters(self.optimizer)
         self._applied = True
         self.global_steps += 1
         self._close_step(factor)
@@ -467,7 +430,9 @@ class Engine:
         unregister(self._params)
         assert self._device is not None
         nbytes = sum(flat.nbytes for unit in self._units for flat in unit.flats)
-        fits = nbytes <= max(self._frames.nbytes, self._device.budget_bytes, available_bytes("cpu") // 2 if self._device.kind == "cpu" else 0)
+        fits = nbytes <= max(
+            self._frames.nbytes, self._device.budget_bytes, available_bytes("cpu") // 2 if self._device.kind == "cpu" else 0
+        )
         if failed:
             logger.error("the engine failed: its weights cannot be trusted, and the model is left on the meta device.")
         elif not fits:
@@ -510,7 +475,7 @@ class Engine:
 
     def _group_of(self, flat: FlatParam, index: int) -> dict[str, Any]:
         if self._groups_seen is None and self._coordinator.updates_in_backward:
-            self._groups_seen = _hyper_parameters(self.optimizer)
+            self._groups_seen = hyper_parameters(self.optimizer)
         return self._group_index[id(flat.params[index])]
 
     def _close_step(self, factor: float) -> None:
@@ -592,25 +557,6 @@ def _device_kind(device: str) -> DeviceKind:
 
 def _workers(config: Config) -> int:
     return 1 if config.optimizer_threads == "auto" else config.optimizer_threads
-
-
-def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
-    given = list(model.parameters()) if model_parameters is None else list(model_parameters)
-    if not given or not isinstance(given[0], dict):
-        given = [{"params": given}]
-    known = {id(param) for param in model.parameters()}
-    groups = []
-    for group in given:
-        params = group["params"]
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
-        if any(id(param) not in known for param in params):
-            raise ModelError("model_parameters holds a parameter that is not one of the model's.")
-        groups.append({**group, "params": [param for param in params if param.requires_grad or model_parameters is not None]})
-    return groups
-
-
-def _hyper_parameters(optimizer: EngineOptimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _cast(value: Any) -> Any:

@@ -135,7 +135,7 @@ class Executor:
         else:
             self.prefetch_hits += 1
         self._advance(job)
-        while unit.state is not UnitState.GATHERED:
+        while unit.index in self._jobs:
             self._wait()
         self._ahead.discard(unit.index)
 
@@ -315,9 +315,8 @@ class Executor:
     def update(self, unit: Unit, grad_factor: float = 1.0) -> None:
         """Begins the unit's update; its gathered copy is stale from now on."""
         unit.updated = True
-        if unit.index in self._jobs:
-            while unit.state is UnitState.GATHERING:
-                self._wait()
+        while unit.index in self._jobs:
+            self._wait()
         self.step.update(unit, grad_factor)
         self.release(unit)
         self.pump()

@@ -48,7 +48,9 @@ class FlatParam:
     Memory: owns its range (or, where it is resident, its ordinary allocation) and the planes that rest on the device.
     """
 
-    def __init__(self, spec: FlatSpec, params: Iterable[nn.Parameter], device: Device, *, resident_planes: Iterable[str], name: str) -> None:
+    def __init__(
+        self, spec: FlatSpec, params: Iterable[nn.Parameter], device: Device, *, resident_planes: Iterable[str], name: str
+    ) -> None:
         self.spec = spec
         self.name = name
         self.params = list(params)
@@ -77,7 +79,7 @@ class FlatParam:
     @property
     def storage_id(self) -> int:
         """Identity of the storage: the same for every view of it."""
-        return self.tensor.untyped_storage()._cdata
+        return int(self.tensor.untyped_storage()._cdata)
 
     def view(self, index: int) -> torch.Tensor:
         """Parameter ``index`` as a view of the storage."""
@@ -91,7 +93,7 @@ class FlatParam:
         for index, param in enumerate(self.params):
             param.grad = None
             if param.is_meta:
-                swap_tensors(param, nn.Parameter(self.view(index), requires_grad=param.requires_grad))
+                swap_tensors(param, nn.Parameter(self.view(index), requires_grad=param.requires_grad))  # type: ignore[no-untyped-call]
             else:
                 param.data = self.view(index)
             self.aliases.append(param.detach())

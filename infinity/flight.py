@@ -83,7 +83,9 @@ class Flight:
         Errors: as ``poll``; InfinityError when nothing is in flight, because then nothing can ever come.
         """
         if self.idle:
-            raise InfinityError(f"nothing is in flight and there are no frames to go on with ({self.store.frames_free} free): a fault of infinity")
+            raise InfinityError(
+                f"nothing is in flight and there are no frames to go on with ({self.store.frames_free} free): a fault of infinity"
+            )
         self.wait_for((next(iter(self._when_done)),))
 
     def wait_for(self, tasks: Iterable[int]) -> None:
@@ -121,5 +123,6 @@ class Flight:
         """Errors: EngineFailedError after ``fail``, or after a failure while updates were in flight."""
         if self._failure is not None:
             raise EngineFailedError(
-                f"the engine stopped, because a step that could not be undone failed: {self._failure}. Start again from the last checkpoint."
+                f"the engine stopped, because a step that could not be undone failed: {self._failure}. "
+                "Start again from the last checkpoint."
             ) from self._failure

@@ -106,7 +106,8 @@ class Hooks:
         for flat in unit.flats:
             if flat.spec.trainable:
                 for index, param in enumerate(flat.params):
-                    self._handles.append(param.register_post_accumulate_grad_hook(self._arrival(flat, index)))
+                    arrived = self._arrival(flat, index)
+                    self._handles.append(param.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def _arrival(self, flat: FlatParam, index: int) -> Callable[[torch.Tensor], None]:
         coordinator = self._coordinator
@@ -117,7 +118,8 @@ class Hooks:
             if grad is None:
                 return
             if grad.layout is not torch.strided:
-                raise ModelError(f"parameter {flat.spec.params[index].spec.name!r} got a sparse gradient; build its module with sparse=False.")
+                name = flat.spec.params[index].spec.name
+                raise ModelError(f"parameter {name!r} got a sparse gradient; build its module with sparse=False.")
             coordinator.accumulate(flat, index, grad)
 
         return arrived
@@ -130,7 +132,8 @@ class Hooks:
             self._pushed.append(False)
             return
         below = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if below is not None and isinstance(owner := getattr(below[0], "__self__", None), SavedTensors) and owner.belongs_to(self._coordinator):
+        owner = getattr(below[0], "__self__", None) if below is not None else None
+        if isinstance(owner, SavedTensors) and owner.belongs_to(self._coordinator):
             self._pushed.append(False)
             return
         pair = SavedTensors(self._coordinator, self._storages, below)

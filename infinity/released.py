@@ -19,18 +19,93 @@ if TYPE_CHECKING:
     from infinity.flat_param import FlatParam, Unit
 
 METADATA = frozenset(
-    "shape size dim ndim ndimension stride numel nelement nbytes itemsize element_size dtype device layout name names requires_grad"
-    " requires_grad_ grad_fn _version is_leaf is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_mps"
-    " is_xla is_xpu is_vulkan is_ipu is_maia is_mtia is_hpu is_inference is_complex is_floating_point is_signed is_conj is_neg"
-    " is_contiguous is_pinned is_shared get_device storage_offset retains_grad output_nr __len__ __hash__ register_hook"
-    " register_post_accumulate_grad_hook _backward_hooks _post_accumulate_grad_hooks set:_backward_hooks"
-    " set:_post_accumulate_grad_hooks set:requires_grad is_set_to _is_view type_as __dlpack_device__ volatile has_names".split()
+    {
+        "shape",
+        "size",
+        "dim",
+        "ndim",
+        "ndimension",
+        "stride",
+        "numel",
+        "nelement",
+        "nbytes",
+        "itemsize",
+        "element_size",
+        "dtype",
+        "device",
+        "layout",
+        "name",
+        "names",
+        "requires_grad",
+        "requires_grad_",
+        "grad_fn",
+        "_version",
+        "is_leaf",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_mkldnn",
+        "is_nested",
+        "is_mps",
+        "is_xla",
+        "is_xpu",
+        "is_vulkan",
+        "is_ipu",
+        "is_maia",
+        "is_mtia",
+        "is_hpu",
+        "is_inference",
+        "is_complex",
+        "is_floating_point",
+        "is_signed",
+        "is_conj",
+        "is_neg",
+        "is_contiguous",
+        "is_pinned",
+        "is_shared",
+        "get_device",
+        "storage_offset",
+        "retains_grad",
+        "output_nr",
+        "__len__",
+        "__hash__",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "set:_backward_hooks",
+        "set:_post_accumulate_grad_hooks",
+        "set:requires_grad",
+        "is_set_to",
+        "_is_view",
+        "type_as",
+        "__dlpack_device__",
+        "volatile",
+        "has_names",
+    }
 )
 """Read without the memory; written as functions are named, "set:" before attributes that are assigned."""
 
 ALIASES = frozenset(
-    "data data_ptr numpy __array__ storage untyped_storage _typed_storage __dlpack__ share_memory_ set_ set:data __deepcopy__"
-    " __reduce_ex__ detach_".split()
+    {
+        "data",
+        "data_ptr",
+        "numpy",
+        "__array__",
+        "storage",
+        "untyped_storage",
+        "_typed_storage",
+        "__dlpack__",
+        "share_memory_",
+        "set_",
+        "set:data",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "detach_",
+    }
 )
 """Hand out the memory itself, in a form that cannot be looked at afterwards."""
 
@@ -54,7 +129,10 @@ class ReleasedParameter(nn.Parameter):
             raise EngineClosedError("the engine of this parameter is gone; call engine.close() to get the weights back.")
         if name in ("grad", "set:grad", "del:grad"):
             _, unit, flat, index = owners[0]
-            return door.read_grad(unit, flat, index) if name == "grad" else door.write_grad(unit, flat, index, args[1] if name == "set:grad" else None)
+            if name == "grad":
+                return door.read_grad(unit, flat, index)
+            door.write_grad(unit, flat, index, args[1] if name == "set:grad" else None)
+            return None
         for _, unit, flat, index in owners:
             door.before_touch(unit, flat, index, name)
         result = None

@@ -30,12 +30,12 @@ class GradientSnapshot(torch.Tensor):
         name: str = getattr(func, "__name__", "")
         if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"):
             raise RuntimeError(
-                f"{name!r} on param.grad changes a copy: gradients rest outside the parameter. Use infinity.clip_grad_norm_(engine, max_norm) "
+                f"{name!r} on param.grad changes a copy: gradients rest outside the parameter. "
+                "Use infinity.clip_grad_norm_(engine, max_norm) "
                 "to clip, or assign param.grad = new_gradient."
             )
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        return result
+            return func(*args, **(kwargs or {}))
 
 
 class EngineDoor(Door):

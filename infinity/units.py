@@ -55,7 +55,8 @@ def find_units(model: nn.Module, *, classes: Collection[str] = (), names: Collec
     known = dict(model.named_modules())
     missing = [name for name in names if name not in known]
     if missing:
-        raise ModelError(f"leaf_module.names: the model has no module {', '.join(map(repr, missing))}. Give names as in model.named_modules().")
+        listed = ", ".join(map(repr, missing))
+        raise ModelError(f"leaf_module.names: the model has no module {listed}. Give names as in model.named_modules().")
     owners: dict[int, FoundUnit] = {}
     units: list[FoundUnit] = []
     for unit, params in _walk(model, "", set(), frozenset(classes), frozenset(names), repeated=False):

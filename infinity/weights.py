@@ -23,7 +23,8 @@ from infinity.planes import Bytes, Planes
 
 def check_meta(model: nn.Module) -> None:
     """Errors: ModelError names every module that owns meta tensors and cannot initialise them."""
-    bad = [name or type(model).__name__ for name, module in model.named_modules() if owns_meta(module) and not hasattr(module, "reset_parameters")]
+    modules = ((name or type(model).__name__, module) for name, module in model.named_modules())
+    bad = [name for name, module in modules if owns_meta(module) and not hasattr(module, "reset_parameters")]
     if bad:
         raise ModelError(
             f"the model has meta tensors, and these modules have no reset_parameters() to give them values: {', '.join(bad)}. "
@@ -45,7 +46,8 @@ def make_real(modules: Iterable[nn.Module], managed: set[int]) -> None:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and tensor.is_meta:
                 empty = torch.empty_like(tensor, device="cpu")
-                swap_tensors(tensor, nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty)
+                real = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
         borrowed = {name: param for name, param in module._parameters.items() if param is not None and id(param) in managed}
         for name, param in borrowed.items():
             module._parameters[name] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype), requires_grad=False)
@@ -108,7 +110,7 @@ def give_back(unit: Unit, planes: Planes | None, device: torch.device) -> None:
         for index, param in enumerate(flat.params):
             param.__class__ = nn.Parameter
             if planes is None:
-                shape, dtype = param.shape, param.dtype
-                swap_tensors(param, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=param.requires_grad))
+                meta = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
+                swap_tensors(param, meta)  # type: ignore[no-untyped-call]
             else:
                 param.data = compute_weight(flat, index, planes).to(device)

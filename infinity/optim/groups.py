@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 
-from infinity.errors import EngineClosedError, NotYetError
+from infinity.errors import EngineClosedError, ModelError, NotYetError
 from infinity.optim.base import Optimizer
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._algorithm = algorithm
         super().__init__([dict(group) for group in groups], dict(algorithm.defaults))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As ``engine.step()`` at the end of the last micro-step; a closure is evaluated first, as torch's optimizers do."""
         loss = None
         if closure is not None:
@@ -62,3 +63,26 @@ class EngineOptimizer(torch.optim.Optimizer):
         if engine is None:
             raise EngineClosedError("the engine of this optimizer is gone.")
         return engine
+
+
+def parameter_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """``model_parameters`` as torch's list of groups; without them one group of every parameter that requires a gradient.
+
+    Errors: ModelError for a parameter that is not the model's.
+    """
+    given: list[Any] = list(model.parameters()) if model_parameters is None else list(model_parameters)
+    listed: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
+    known = {id(param) for param in model.parameters()}
+    groups = []
+    for group in listed:
+        params = group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        if any(id(param) not in known for param in params):
+            raise ModelError("model_parameters holds a parameter that is not one of the model's.")
+        groups.append({**group, "params": [param for param in params if param.requires_grad or model_parameters is not None]})
+    return groups
+
+
+def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What the groups hold beside their parameters, as it is now."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

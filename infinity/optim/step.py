@@ -152,9 +152,7 @@ class Step:
         memory, put_back = self._planes.on_device(flat, GRAD, begin * 4, (end - begin) * 4)
         before = self._grad_tail.get((flat.spec.index, index))
         batch = Batch()
-        handle = batch.kernel(
-            Kernel.ACCUMULATE, pack_accumulate(_based(segments, memory.data_ptr())), () if before is None else (before,)
-        )
+        handle = batch.kernel(Kernel.ACCUMULATE, pack_accumulate(_based(segments, memory.data_ptr())), () if before is None else (before,))
 
         def finished() -> None:
             if put_back is not None:
@@ -187,7 +185,12 @@ class Step:
         for flat in self._flats.values():
             for index in flat.grad_pages:
                 page = self._planes.page(flat, GRAD, index)
-                if page not in keep and self._store.has_slot(page) and self._store.state(page) is PageState.DIRTY and not self._store.holds(page):
+                if (
+                    page not in keep
+                    and self._store.has_slot(page)
+                    and self._store.state(page) is PageState.DIRTY
+                    and not self._store.holds(page)
+                ):
                     handles.append(self._store.write_back(page, batch))
                     if len(handles) == SPILL_PAGES:
                         break
@@ -201,7 +204,9 @@ class Step:
     def _source(self, flat: FlatParam, param: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient as contiguous memory that kernels can read."""
         if grad.dtype not in (torch.bfloat16, torch.float32):
-            raise ModelError(f"parameter {flat.spec.params[param].spec.name!r} got a gradient of dtype {grad.dtype}; bf16 and fp32 are known.")
+            raise ModelError(
+                f"parameter {flat.spec.params[param].spec.name!r} got a gradient of dtype {grad.dtype}; bf16 and fp32 are known."
+            )
         return self._planes.to_host(grad)
 
     def drop(self, units: Iterable[Unit]) -> None:
@@ -259,7 +264,9 @@ class Step:
                     source = self._source(flat, gradient.param, gradient.grad)
                     kept.append(source)
                     place = flat.spec.params[gradient.param]
-                    segment = self._sum_segment(flat, gradient.param, source.data_ptr(), place.elem_offset, place.elem_end, source.element_size() == 2)
+                    segment = self._sum_segment(
+                        flat, gradient.param, source.data_ptr(), place.elem_offset, place.elem_end, source.element_size() == 2
+                    )
                     handles.append(batch.kernel(Kernel.SUMSQ, pack_sumsq([segment])))
                 if GRAD in flat.planes:
                     kept += self._sum_plane_on_device(batch, handles, flat)
