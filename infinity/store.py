@@ -35,6 +35,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
+from typing import TypeAlias
 
 from infinity.errors import BudgetError, CorruptPageError, InfinityError, InvariantError, IoError, KernelError
 from infinity.kernel_args import Kernel, pack_checksum, pack_copy, pack_verify
@@ -177,8 +178,8 @@ class Chain:
         return self._store._close_chain(self, write_back)
 
 
-_Ends = _Single | Chain | None
-_Task = tuple[_Op, int, _Ends]
+_Ends: TypeAlias = "_Single | Chain | None"
+_Task: TypeAlias = "tuple[_Op, int, _Ends]"
 
 
 class PageStore:
@@ -226,11 +227,12 @@ class PageStore:
                 raise ValueError(f"{space.name}: pages of {space.page_nbytes} bytes for frames of {self._page_nbytes}")
             self._ranges[space.id] = (len(self._pages), space.page_count)
             self._names[space.id] = space.name or f"space {space.id}/{space.plane}"
+            is_dynamic, has_slot = space.id in dynamic, rests[space.id] is Rest.BACKING
             for index in range(space.page_count):
                 self._pages.append(PageId(space.id, index))
                 self._used.append(space.used_nbytes(index))
-                self._dynamic.append(space.id in dynamic)
-                if rests[space.id] is Rest.BACKING:
+                self._dynamic.append(is_dynamic)
+                if has_slot:
                     self._slots.append(slot)
                     slot += 1
                 else:

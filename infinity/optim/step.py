@@ -421,6 +421,8 @@ class Step:
         chain = self._store.chain(batch, update=changed, read=grad_pages, scratch=scratch)
         if chain is None:
             return False
+        for page in pages.get(PARAM, ()):
+            self._store.unkeep(page)
         staged: list[tuple[torch.Tensor, Callable[[], None] | None]] = []
         addresses: dict[str, list[int]] = {}
         for plane in spec.planes:

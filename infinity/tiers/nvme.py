@@ -95,8 +95,11 @@ class NvmeBacking(Backing):
         remove_leftovers(parent)
         fds: list[int] = []
         self.directory, lock_fd = _make_directory(parent)
-        self._finalizer = weakref.finalize(self, _close, os.getpid(), files, self.directory, fds, lock_fd)
+        self._finalizer = weakref.finalize(self, _forget, os.getpid(), self.directory, fds, lock_fd)
+        self._pid = os.getpid()
+        self._files = files
         self._fds = fds
+        self._lock_fd = lock_fd
         try:
             self.direct, self.alignment = self._open_files(files)
         except BaseException:
@@ -114,7 +117,15 @@ class NvmeBacking(Backing):
 
     def close(self) -> None:
         """Give the descriptors, and with them the blocks, back; a second call does nothing, nor does one in a forked child."""
-        self._finalizer()
+        if self._finalizer.detach() is None or os.getpid() != self._pid:
+            return
+        for fd in self._fds:
+            try:
+                self._files.close(fd)
+            except OSError as error:
+                logger.debug("%s: %s", self.directory, error)
+        self._fds.clear()
+        _remove_directory(self.directory, self._lock_fd)
 
     def _file_path(self, index: int) -> str:
         return os.path.join(self.directory, f"pages-{index}")
@@ -286,15 +297,22 @@ def _check_space(directory: str, nbytes: int, file_nbytes: int) -> None:
         )
 
 
-def _close(pid: int, files: Files, directory: str, fds: list[int], lock_fd: int) -> None:
+def _forget(pid: int, directory: str, fds: list[int], lock_fd: int) -> None:
+    """What is done for a backing that nobody closed.
+
+    The queue may still have transfers for these descriptors, and another file that got one of their numbers would be written to: so the
+    numbers stay taken, by /dev/null, and only the files go.
+    """
     if os.getpid() != pid:
         return  # a forked child owns nothing of its parent's
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in fds:
-        try:
-            files.close(fd)
-        except OSError as error:
-            logger.debug("close of a file of %s: %s", directory, error)
-    fds.clear()
+        os.dup2(nowhere, fd, inheritable=False)
+    os.close(nowhere)
+    _remove_directory(directory, lock_fd)
+
+
+def _remove_directory(directory: str, lock_fd: int) -> None:
     _alive.discard(directory)
     try:
         os.rmdir(directory)

@@ -71,6 +71,14 @@ def test_a_forgotten_backing_leaves_nothing(files: Files, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_numbers_of_a_forgotten_backing_are_not_given_to_another_file(files: Files, tmp_path: Path) -> None:
+    backing = make_backing(files, tmp_path)
+    fd, _ = backing.place(0)
+    del backing
+    assert os.readlink(f"/proc/self/fd/{fd}") == os.devnull
+    os.close(fd)
+
+
 def test_two_backings_in_one_directory_do_not_touch_each_other(files: Files, tmp_path: Path) -> None:
     first = make_backing(files, tmp_path)
     with buffered(first) as file:
