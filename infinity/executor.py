@@ -123,7 +123,10 @@ class Executor:
         self._clock += 1
         self._last_used[unit.index] = self._clock
         if self.step.is_updating(unit):
-            self.step.finish(unit)
+            if unit.resident or not self._device.copies_in_queue:
+                self.step.finish(unit)
+            else:
+                self.step.hand_over(unit)  # the copies come after the kernels, in the queue
         if unit.state is UnitState.GATHERED:
             if unit.index in self._ahead:
                 self._ahead.discard(unit.index)
@@ -145,7 +148,9 @@ class Executor:
         """Starts a gather needed at ``position`` if it takes memory only from what is needed later; never waits. False: not now."""
         if unit.state is not UnitState.SHARDED:
             return True
-        if self.step.is_updating(unit) or self._store.frames_free + self._store.frames_evictable == 0:
+        if (
+            self.step.is_waiting(unit) if self._device.copies_in_queue else self.step.is_updating(unit)
+        ) or self._store.frames_free + self._store.frames_evictable == 0:
             return False
         live = sum(other.numel for other in self.units if other.state is not UnitState.SHARDED)
         ahead = sum(self.units[index].numel for index in self._ahead)
@@ -192,10 +197,7 @@ class Executor:
         handles = []
         short = False
         for piece in job.pieces[job.issued :]:
-            state = self._store.state(piece.page)
-            if state is PageState.CHAINED:
-                break
-            if state is PageState.ABSENT and self._store.fetch(piece.page, batch) is None:
+            if self._store.state(piece.page) is PageState.ABSENT and self._store.fetch(piece.page, batch) is None:
                 short = True
                 break
             assert piece.flat.range is not None
