@@ -108,6 +108,10 @@ class Step:
             if flat.gradients and not (GRAD in flat.planes and _is_direct(flat)):
                 self._reduce_flat(flat)
 
+    def has_pending(self, unit: Unit) -> bool:
+        """Has ``unit`` a gradient that no update has taken?"""
+        return any(flat.gradients or (any(flat.has_grad) and flat.spec.index not in self._flat_updates) for flat in unit.flats)
+
     def can_free(self, unit: Unit) -> bool:
         """Would ``reduce`` free device memory?"""
         return not unit.updated and any(flat.gradients and GRAD not in flat.planes for flat in unit.flats)
