@@ -207,6 +207,7 @@ class Engine:
         for unit, found_unit in zip(self._units, found, strict=True):
             lenders = {by_id[id(param)].index: by_id[id(param)] for _, param in found_unit.borrowed if id(param) in by_id}
             unit.lenders = tuple(lender for lender in lenders.values() if lender is not unit)
+        self._flight.wait_all()
         self._device.reset_peak()
 
     # ---- what people call ----
