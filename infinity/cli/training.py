@@ -29,8 +29,8 @@ from infinity.cli.outcome import EXIT_INTERRUPTED
 from infinity.config import Config, load_config
 from infinity.data import Batch, BatchStream, Text, open_corpus, sequential_batches
 from infinity.engine import Engine
-from infinity.figures import StepMetrics
 from infinity.errors import ConfigError, ConfigProblem, EngineFailedError, InfinityError
+from infinity.figures import StepMetrics
 from infinity.metrics import JsonLines
 from infinity.models.gpt import GPT, GPTConfig, generate
 from infinity.placement import Placement
