@@ -470,8 +470,9 @@ class Engine:
             for flat in (flat for unit in self._units for flat in unit.flats if not flat.spec.trainable):
                 for index, param in enumerate(flat.params):
                     if param.requires_grad:
+                        name = flat.spec.params[index].spec.name
                         raise NotYetError(
-                            f"parameter {flat.spec.params[index].spec.name!r} was frozen when the engine was opened and requires a gradient "
+                            f"parameter {name!r} was frozen when the engine was opened and requires a gradient "
                             "now: training what was frozen is not built yet. Close the engine and open another one."
                         )
 
