@@ -20,7 +20,7 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias
@@ -502,8 +502,13 @@ _NOT_OURS = "nothing here sends figures there; the command line's --metrics writ
 
 KEYS: tuple[Key, ...] = (
     # -- batch
-    Key("train_batch_size", _SIZE, None, BUILT,
-        "samples per step over all ranks: micro batch x accumulation x ranks; any two give the third"),
+    Key(
+        "train_batch_size",
+        _SIZE,
+        None,
+        BUILT,
+        "samples per step over all ranks: micro batch x accumulation x ranks; any two give the third",
+    ),
     Key("train_micro_batch_size_per_gpu", _SIZE, None, BUILT, "samples in one forward of one rank"),
     Key("gradient_accumulation_steps", _SIZE, None, BUILT, "forward and backward passes per step; 1 where the batch sizes leave it open"),
     Key("gradient_clipping", Number(), 0.0, BUILT, "largest global L2 norm of the gradient; 0: no clipping"),
@@ -541,26 +546,39 @@ KEYS: tuple[Key, ...] = (
     Key("torch_autocast.dtype", _TEXT, None, PART),
     Key("torch_autocast.lower_precision_safe_modules", _TEXTS, (), PART),
     Key("data_types", Block(), {}, BUILT, "dtypes of what is not a weight"),
-    Key("data_types.grad_accum_dtype", Choice(("fp32", "float32", "float", "bf16", "fp16"), any_case=True), None, LATER,
-        "gradients are summed in fp32", off=("fp32", "float32", "float")),
+    Key(
+        "data_types.grad_accum_dtype",
+        Choice(("fp32", "float32", "float", "bf16", "fp16"), any_case=True),
+        None,
+        LATER,
+        "gradients are summed in fp32",
+        off=("fp32", "float32", "float"),
+    ),
     Key("data_types.param_dtype", _TEXT, None, LATER, "use bf16.enabled, or cast the model"),
     Key("data_types.buffer_dtype", _TEXT, None, LATER, "buffers keep their dtype"),
     # -- optimizer and scheduler
     Key("optimizer", Block(), {}, BUILT, "AdamW with decoupled weight decay, bit for bit torch's AdamW(fused=True) in fp32"),
-    Key("optimizer.type", Choice(
-        ("adam", "adamw"), any_case=True,
-        later=("adagrad", "lion", "sgd", "rmsprop"),
-        refused={
-            "muon": "it needs whole matrices, and the update here is element by element.",
-            "lamb": "it needs the norm of whole layers before the update.",
-            "onebitadam": "it changes the arithmetic to save communication.",
-            "zerooneadam": "it changes the arithmetic to save communication.",
-            "onebitlamb": "it changes the arithmetic to save communication.",
-            "muadam": "scale the learning rates of the parameter groups instead.",
-            "muadamw": "scale the learning rates of the parameter groups instead.",
-            "musgd": "scale the learning rates of the parameter groups instead.",
-        },
-    ), "adamw", BUILT, "which optimizer; both names mean decoupled decay, as in DeepSpeed"),
+    Key(
+        "optimizer.type",
+        Choice(
+            ("adam", "adamw"),
+            any_case=True,
+            later=("adagrad", "lion", "sgd", "rmsprop"),
+            refused={
+                "muon": "it needs whole matrices, and the update here is element by element.",
+                "lamb": "it needs the norm of whole layers before the update.",
+                "onebitadam": "it changes the arithmetic to save communication.",
+                "zerooneadam": "it changes the arithmetic to save communication.",
+                "onebitlamb": "it changes the arithmetic to save communication.",
+                "muadam": "scale the learning rates of the parameter groups instead.",
+                "muadamw": "scale the learning rates of the parameter groups instead.",
+                "musgd": "scale the learning rates of the parameter groups instead.",
+            },
+        ),
+        "adamw",
+        BUILT,
+        "which optimizer; both names mean decoupled decay, as in DeepSpeed",
+    ),
     Key("optimizer.params", Block(), {}, BUILT, "what every parameter group has unless it says otherwise"),
     Key("optimizer.params.lr", Number(), 1e-3, BUILT, "learning rate"),
     Key("optimizer.params.betas", Numbers(2, Number(0.0, below=1.0)), (0.9, 0.999), BUILT, "decay of the first and second moment"),
@@ -608,45 +626,98 @@ KEYS: tuple[Key, ...] = (
     Key("scheduler.params.cos_min_ratio", _SHARE, 1e-4, PART),
     # -- zero_optimization
     Key("zero_optimization", Block(), {}, BUILT, "what is cut up, and where it may rest"),
-    Key("zero_optimization.stage", Whole(one_of=(3,), later=(0, 1, 2)), 3, BUILT,
-        "parameters, gradients and optimizer state are all sharded"),
+    Key(
+        "zero_optimization.stage",
+        Whole(one_of=(3,), later=(0, 1, 2)),
+        3,
+        BUILT,
+        "parameters, gradients and optimizer state are all sharded",
+    ),
     Key("zero_optimization.offload_param", Block(), {}, BUILT, "the parameters"),
     Key("zero_optimization.offload_param.device", Choice(("none", "cpu", "nvme")), "none", BUILT, "the lowest tier where weights may rest"),
     Key("zero_optimization.offload_param.nvme_path", Directory(), None, BUILT, "where files go; needed for 'nvme'"),
     Key("zero_optimization.offload_param.pin_memory", _FLAG, True, BUILT, "page-lock host frames for copies to a GPU; nothing on a CPU"),
     Key("zero_optimization.offload_param.buffer_count", _SIZE, 5, IGNORED, _BY_BUDGET),
     Key("zero_optimization.offload_param.buffer_size", _SIZE, 100_000_000, IGNORED, _BY_BUDGET),
-    Key("zero_optimization.offload_param.max_in_cpu", _COUNT, 1_000_000_000, LATER,
-        "memory.host says in bytes how much host memory may hold"),
+    Key(
+        "zero_optimization.offload_param.max_in_cpu",
+        _COUNT,
+        1_000_000_000,
+        LATER,
+        "memory.host says in bytes how much host memory may hold",
+    ),
     Key("zero_optimization.offload_optimizer", Block(), {}, BUILT, "the optimizer state: residuals or masters, and moments"),
     Key("zero_optimization.offload_optimizer.device", Choice(("none", "cpu", "nvme")), "none", BUILT, "the lowest tier where it may rest"),
     Key("zero_optimization.offload_optimizer.nvme_path", Directory(), None, BUILT, "where files go; needed for 'nvme'"),
-    Key("zero_optimization.offload_optimizer.pin_memory", _FLAG, True, BUILT,
-        "page-lock host frames for copies to a GPU; nothing on a CPU"),
+    Key(
+        "zero_optimization.offload_optimizer.pin_memory", _FLAG, True, BUILT, "page-lock host frames for copies to a GPU; nothing on a CPU"
+    ),
     Key("zero_optimization.offload_optimizer.buffer_count", _SIZE, 4, IGNORED, _BY_BUDGET),
     Key("zero_optimization.offload_optimizer.pipeline_read", _FLAG, False, IGNORED, "reads always run ahead"),
     Key("zero_optimization.offload_optimizer.pipeline_write", _FLAG, False, IGNORED, "writes always run behind"),
     Key("zero_optimization.offload_optimizer.fast_init", _FLAG, False, IGNORED, "state is always written unit by unit"),
     Key("zero_optimization.offload_optimizer.ratio", _SHARE, 1.0, LATER, "the whole update runs where optimizer state rests"),
-    Key("zero_optimization.offload_optimizer.super_offload", _FLAG, False, IGNORED,
-        "optimizer_overlap says when the update runs", off=(False,)),
+    Key(
+        "zero_optimization.offload_optimizer.super_offload",
+        _FLAG,
+        False,
+        IGNORED,
+        "optimizer_overlap says when the update runs",
+        off=(False,),
+    ),
     Key("zero_optimization.offload_optimizer.cpuadam_cores_perc", _SHARE, 0.8, IGNORED, "optimizer_threads says how many threads update"),
-    Key("zero_optimization.stage3_param_persistence_threshold", _COUNT, 100_000, BUILT,
-        "a unit whose parameters all have fewer elements than this stays on the device", aliases=("param_persistence_threshold",)),
-    Key("zero_optimization.stage3_model_persistence_threshold", _COUNT, sys.maxsize, BUILT,
-        "at most this many elements stay on the device for good", aliases=("model_persistence_threshold",)),
-    Key("zero_optimization.stage3_max_live_parameters", _COUNT, 1_000_000_000, BUILT,
-        "how many gathered elements gathering ahead may reach", aliases=("max_live_parameters",)),
-    Key("zero_optimization.stage3_prefetch_bucket_size", _COUNT, 50_000_000, BUILT,
-        "how many elements gathers may run ahead", aliases=("prefetch_bucket_size",)),
-    Key("zero_optimization.stage3_max_reuse_distance", _COUNT, 1_000_000_000, IGNORED,
-        "what stays gathered follows from memory.device", aliases=("max_reuse_distance",)),
+    Key(
+        "zero_optimization.stage3_param_persistence_threshold",
+        _COUNT,
+        100_000,
+        BUILT,
+        "a unit whose parameters all have fewer elements than this stays on the device",
+        aliases=("param_persistence_threshold",),
+    ),
+    Key(
+        "zero_optimization.stage3_model_persistence_threshold",
+        _COUNT,
+        sys.maxsize,
+        BUILT,
+        "at most this many elements stay on the device for good",
+        aliases=("model_persistence_threshold",),
+    ),
+    Key(
+        "zero_optimization.stage3_max_live_parameters",
+        _COUNT,
+        1_000_000_000,
+        BUILT,
+        "how many gathered elements gathering ahead may reach",
+        aliases=("max_live_parameters",),
+    ),
+    Key(
+        "zero_optimization.stage3_prefetch_bucket_size",
+        _COUNT,
+        50_000_000,
+        BUILT,
+        "how many elements gathers may run ahead",
+        aliases=("prefetch_bucket_size",),
+    ),
+    Key(
+        "zero_optimization.stage3_max_reuse_distance",
+        _COUNT,
+        1_000_000_000,
+        IGNORED,
+        "what stays gathered follows from memory.device",
+        aliases=("max_reuse_distance",),
+    ),
     Key("zero_optimization.leaf_module", Block(), {}, BUILT, "modules whose whole subtree is one unit"),
     Key("zero_optimization.leaf_module.classes", _TEXTS, (), BUILT, "by class name"),
     Key("zero_optimization.leaf_module.names", _TEXTS, (), BUILT, "by the module's dotted name"),
     Key("zero_optimization.leaf_module.name_suffixes", _TEXTS, (), LATER, "use classes or names"),
-    Key("zero_optimization.stage3_module_granularity_threshold", _COUNT, 0, LATER, "use leaf_module",
-        aliases=("module_granularity_threshold",)),
+    Key(
+        "zero_optimization.stage3_module_granularity_threshold",
+        _COUNT,
+        0,
+        LATER,
+        "use leaf_module",
+        aliases=("module_granularity_threshold",),
+    ),
     Key("zero_optimization.sub_group_size", _SIZE, 1_000_000_000, IGNORED, "tiles follow from the page size; a tensor may span many"),
     Key("zero_optimization.contiguous_gradients", _FLAG, True, IGNORED, _ALWAYS),
     Key("zero_optimization.reduce_scatter", _FLAG, True, IGNORED, _ALWAYS),
@@ -657,11 +728,22 @@ KEYS: tuple[Key, ...] = (
     Key("zero_optimization.overlap_comm", _FLAG, None, IGNORED, _ONE_RANK),
     Key("zero_optimization.load_from_fp32_weights", _FLAG, True, LATER, "there is no loading yet"),
     Key("zero_optimization.elastic_checkpoint", _FLAG, False, REFUSED, "it is a format of old; checkpoints here fit any number of ranks"),
-    Key("zero_optimization.stage3_gather_16bit_weights_on_model_save", _FLAG, False, LATER,
+    Key(
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        _FLAG,
+        False,
+        LATER,
         "engine.close() gives the trained weights back to the module",
-        aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")),
-    Key("zero_optimization.stage3_use_all_reduce_for_fetch_params", _FLAG, False, IGNORED,
-        _ONE_RANK, aliases=("use_all_reduce_for_fetch_params",)),
+        aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
+    ),
+    Key(
+        "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+        _FLAG,
+        False,
+        IGNORED,
+        _ONE_RANK,
+        aliases=("use_all_reduce_for_fetch_params",),
+    ),
     Key("zero_optimization.stage3_allgather_sequential", _FLAG, False, IGNORED, _ONE_RANK, aliases=("allgather_sequential",)),
     Key("zero_optimization.ignore_unused_parameters", _FLAG, True, LATER, "a parameter without a gradient is left alone, as torch does"),
     Key("zero_optimization.legacy_stage1", _FLAG, False, REFUSED, "it was removed from DeepSpeed"),
@@ -673,19 +755,38 @@ KEYS: tuple[Key, ...] = (
     Key("zero_optimization.zeropp_loco_param", _OPEN, None, REFUSED, "it belongs to quantised gradients, which change the numbers"),
     Key("zero_optimization.mics_shard_size", Whole(-1), -1, REFUSED, "state is cut over all ranks"),
     Key("zero_optimization.mics_hierarchical_params_gather", _FLAG, False, REFUSED, "it belongs to MiCS, which is not offered"),
-    Key("zero_optimization.memory_efficient_linear", _FLAG, True, IGNORED,
-        "no function of torch is replaced; weights are never saved twice"),
+    Key(
+        "zero_optimization.memory_efficient_linear", _FLAG, True, IGNORED, "no function of torch is replaced; weights are never saved twice"
+    ),
     Key("zero_optimization.pipeline_loading_checkpoint", _FLAG, False, IGNORED, "state is always moved unit by unit"),
     Key("zero_optimization.override_module_apply", _FLAG, True, IGNORED, "a released parameter is gathered when it is touched"),
     Key("zero_optimization.log_trace_cache_warnings", _FLAG, False, IGNORED, "a change of the order is always logged once"),
     Key("zero_optimization.enable_sanity_checks", _FLAG, False, IGNORED, "one rank has nothing to compare"),
     Key("zero_optimization.save_muon_momentum_buffer_in_memory", _FLAG, False, REFUSED, "it belongs to Muon, which is not offered"),
-    Key("zero_optimization.cpu_offload", _FLAG, None, BUILT, "old spelling of offload_optimizer: {device: cpu}",
-        becomes=("zero_optimization.offload_optimizer.device",)),
-    Key("zero_optimization.cpu_offload_param", _FLAG, None, BUILT, "old spelling of offload_param: {device: cpu}",
-        becomes=("zero_optimization.offload_param.device",)),
-    Key("zero_optimization.cpu_offload_use_pin_memory", _FLAG, None, BUILT, "old spelling of pin_memory in both offload blocks",
-        becomes=("zero_optimization.offload_param.pin_memory", "zero_optimization.offload_optimizer.pin_memory")),
+    Key(
+        "zero_optimization.cpu_offload",
+        _FLAG,
+        None,
+        BUILT,
+        "old spelling of offload_optimizer: {device: cpu}",
+        becomes=("zero_optimization.offload_optimizer.device",),
+    ),
+    Key(
+        "zero_optimization.cpu_offload_param",
+        _FLAG,
+        None,
+        BUILT,
+        "old spelling of offload_param: {device: cpu}",
+        becomes=("zero_optimization.offload_param.device",),
+    ),
+    Key(
+        "zero_optimization.cpu_offload_use_pin_memory",
+        _FLAG,
+        None,
+        BUILT,
+        "old spelling of pin_memory in both offload blocks",
+        becomes=("zero_optimization.offload_param.pin_memory", "zero_optimization.offload_optimizer.pin_memory"),
+    ),
     Key("zero_optimization.zenflow", Block(), {}, REFUSED, "ZenFlow changes the numbers; the overlapped update here is exact"),
     Key("zero_optimization.zenflow.topk_ratio", _SHARE, 0.1, PART),
     Key("zero_optimization.zenflow.select_strategy", _TEXT, "auto", PART),
@@ -699,24 +800,46 @@ KEYS: tuple[Key, ...] = (
     Key("zero_optimization.zenflow.steps_per_epoch", _COUNT, None, PART),
     # -- ours
     Key("memory", Block(), {}, BUILT, "how many bytes of the faster tiers may be used; what stays where follows from it"),
-    Key("memory.device", MemoryBudget(), "auto", BUILT,
-        "gathered units, gradients, staging and what never leaves the device; auto: what is useful, at most half of what is free"),
+    Key(
+        "memory.device",
+        MemoryBudget(),
+        "auto",
+        BUILT,
+        "gathered units, gradients, staging and what never leaves the device; auto: what is useful, at most half of what is free",
+    ),
     Key("memory.host", MemoryBudget(), "auto", BUILT, "frames and native staging; auto: what is useful, at most half of what is free"),
-    Key("optimizer_overlap", Choice(("auto", "deferred", "fused"), later=("speculative",)), "auto", BUILT,
-        "when the update runs: 'fused' inside backward, 'deferred' in step(), 'auto' fused where that is exact"),
+    Key(
+        "optimizer_overlap",
+        Choice(("auto", "deferred", "fused"), later=("speculative",)),
+        "auto",
+        BUILT,
+        "when the update runs: 'fused' inside backward, 'deferred' in step(), 'auto' fused where that is exact",
+    ),
     Key("optimizer_threads", Whole(1, 1024), "auto", BUILT, "native threads that update, check and copy; auto: by the number of cores"),
-    Key("verify", Choice(("write+read", "off")), "write+read", BUILT,
-        "checksum each page when it is written, and check it when it is read"),
-    Key("page", Bytes(4 << 10, 8 << 20, power_of_two=True), "auto", BUILT,
-        "atom of host memory, I/O and checksums; auto: by the model and memory.host"),
+    Key(
+        "verify", Choice(("write+read", "off")), "write+read", BUILT, "checksum each page when it is written, and check it when it is read"
+    ),
+    Key(
+        "page",
+        Bytes(4 << 10, 8 << 20, power_of_two=True),
+        "auto",
+        BUILT,
+        "atom of host memory, I/O and checksums; auto: by the model and memory.host",
+    ),
     # -- aio
     Key("aio", Block(), {}, BUILT, "how files are read and written"),
     Key("aio.block_size", Bytes(4 << 10, 1 << 30, multiple=4 << 10), 1 << 20, BUILT, "the largest single request to the kernel"),
     Key("aio.queue_depth", Whole(1, 4096), 32, BUILT, "requests in flight"),
-    Key("aio.intra_op_parallelism", Whole(1, 256), 4, BUILT,
-        "I/O threads of the 'threads' backend", aliases=("thread_count", "num_threads")),
-    Key("aio.backend", Choice(("auto", "uring", "threads"), later=("libaio",)), "auto", BUILT,
-        "what moves the bytes; auto: the best that works"),
+    Key(
+        "aio.intra_op_parallelism", Whole(1, 256), 4, BUILT, "I/O threads of the 'threads' backend", aliases=("thread_count", "num_threads")
+    ),
+    Key(
+        "aio.backend",
+        Choice(("auto", "uring", "threads"), later=("libaio",)),
+        "auto",
+        BUILT,
+        "what moves the bytes; auto: the best that works",
+    ),
     Key("aio.single_submit", _FLAG, False, IGNORED, "requests are submitted together"),
     Key("aio.overlap_events", _FLAG, True, IGNORED, "the queue is always kept full"),
     Key("aio.use_gds", _FLAG, False, LATER, "pages pass through host memory"),
@@ -747,8 +870,9 @@ KEYS: tuple[Key, ...] = (
     Key("nebula", _OPEN, None, REFUSED, "it is a service of its own"),
     Key("datastates_ckpt", _OPEN, None, REFUSED, "it is an engine of its own"),
     # -- what is printed and measured
-    Key("steps_per_print", Whole(1, infinite=True), None, IGNORED,
-        "libraries do not print; the command line's --metrics writes every step"),
+    Key(
+        "steps_per_print", Whole(1, infinite=True), None, IGNORED, "libraries do not print; the command line's --metrics writes every step"
+    ),
     Key("wall_clock_breakdown", _FLAG, False, IGNORED, "times per step are always counted", off=(False,)),
     Key("memory_breakdown", _FLAG, False, IGNORED, "bytes per tier are always counted", off=(False,)),
     Key("dump_state", _FLAG, False, IGNORED, "libraries do not print", off=(False,)),
@@ -796,8 +920,9 @@ KEYS: tuple[Key, ...] = (
     Key("comet.mode", _TEXT, None, PART),
     # -- compile
     Key("compile", Block(switch="deepcompile"), {}, REFUSED, "DeepCompile rewrites the graph; use torch.compile's own options"),
-    Key("compile.deepcompile", _FLAG, False, REFUSED,
-        "DeepCompile rewrites the graph; what stays resident here follows from memory.device"),
+    Key(
+        "compile.deepcompile", _FLAG, False, REFUSED, "DeepCompile rewrites the graph; what stays resident here follows from memory.device"
+    ),
     Key("compile.free_activation", _FLAG, False, PART),
     Key("compile.free_activation_threshold", _COUNT, 10 << 20, PART),
     Key("compile.offload_activation", _FLAG, False, PART),
@@ -815,8 +940,9 @@ KEYS: tuple[Key, ...] = (
     Key("compile.keep_all_input_tensors", _FLAG, False, PART),
     Key("compile.passes", _TEXTS, None, PART),
     # -- the rest of DeepSpeed
-    Key("tensor_parallel", _OPEN, None, REFUSED,
-        "state is cut over data-parallel ranks only", off=({"autotp_size": 0}, {"autotp_size": 1})),
+    Key(
+        "tensor_parallel", _OPEN, None, REFUSED, "state is cut over data-parallel ranks only", off=({"autotp_size": 0}, {"autotp_size": 1})
+    ),
     Key("expert_parallel", _OPEN, None, REFUSED, "state is cut over data-parallel ranks only", off=(0, 1)),
     Key("sequence_parallel_size", _COUNT, 1, REFUSED, "state is cut over data-parallel ranks only", off=(0,)),
     Key("data_parallel_size", _COUNT, 1, REFUSED, "it follows from the number of ranks", off=(0,)),
@@ -868,9 +994,15 @@ _HOMES = _homes(KEYS)
 # ---- reading ----------------------------------------------------------------------------------------------------------------------
 
 
-def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, world_size: int = 1) -> Config:
+def load_config(
+    source: Mapping[str, Any] | str | os.PathLike[str] | Config,
+    *,
+    world_size: int = 1,
+    check_path: Callable[[str], str | None] | None = None,
+) -> Config:
     """The checked config from a dict, the path of a JSON file, or a JSON text (one that starts with ``{``).
 
+    ``check_path`` says what is wrong with a directory that is to be used, or None; without it directories are not looked at.
     Errors: one ``ConfigError`` with every problem.
     """
     reading = _Reading()
@@ -879,6 +1011,8 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, 
         reading.block("", "", tree, _Check.ALL)
         reading.old_spellings()
         reading.contradictions()
+        if check_path is not None:
+            reading.directories(check_path)
         reading.batch(world_size)
     if reading.problems:
         raise ConfigError(reading.problems)
@@ -976,6 +1110,9 @@ class _Check(Enum):
     NAMES = "names and types"
 
 
+_OFFLOAD_BLOCKS = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
+
+
 class _Reading:
     """One pass over a config: what was given, what is wrong with it, and what is to be said."""
 
@@ -1035,7 +1172,7 @@ class _Reading:
         if not isinstance(value, Mapping):
             if not (value is False and key.verdict is not BUILT):
                 some = next((name for name in _NAMES[key.path]), "")
-                self.problem(path, f"{_show(value)} was given, but a block with keys of its own is needed, such as {{\"{some}\": ...}}.")
+                self.problem(path, f'{_show(value)} was given, but a block with keys of its own is needed, such as {{"{some}": ...}}.')
             return
         if kind.switch is None and key.verdict not in (BUILT, PART) and check is _Check.ALL:
             self._unbuilt(key, path, value, value)
@@ -1070,10 +1207,22 @@ class _Reading:
                 self.problem(key.path, f"{_show(value)} contradicts {' and '.join(against)}. Remove the old spelling.")
             self.notices.append(f"{key.path}: {key.text}")
 
+    def directories(self, check_path: Callable[[str], str | None]) -> None:
+        """Has every directory that is to be used looked at, once."""
+        seen: set[str] = set()
+        for block in _OFFLOAD_BLOCKS:
+            path = f"{block}.nvme_path"
+            directory = self.value(path)
+            if self.value(f"{block}.device") != "nvme" or path in self._wrong or directory is None or directory in seen:
+                continue
+            seen.add(directory)
+            problem = check_path(directory)
+            if problem is not None:
+                self.problem(path, problem)
+
     def contradictions(self) -> None:
-        blocks = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
-        paths = {f"{block}.nvme_path": self.value(f"{block}.nvme_path") for block in blocks}
-        used = [f"{block}.nvme_path" for block in blocks if self.value(f"{block}.device") == "nvme"]
+        paths = {f"{block}.nvme_path": self.value(f"{block}.nvme_path") for block in _OFFLOAD_BLOCKS}
+        used = [f"{block}.nvme_path" for block in _OFFLOAD_BLOCKS if self.value(f"{block}.device") == "nvme"]
         for path in used:
             if paths[path] is not None or path in self._wrong:
                 continue
@@ -1100,8 +1249,9 @@ class _Reading:
         total, micro, steps = (self.value(name) for name in names)
         ranks = f" x {world_size} ranks" if world_size != 1 else ""
         if total is None and micro is None:
-            self.problem("train_micro_batch_size_per_gpu",
-                         "missing, and so is train_batch_size. Give at least one of the two: a whole number >= 1.")
+            self.problem(
+                "train_micro_batch_size_per_gpu", "missing, and so is train_batch_size. Give at least one of the two: a whole number >= 1."
+            )
             return
         if total is None:
             steps = steps or 1

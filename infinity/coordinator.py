@@ -336,6 +336,12 @@ class Coordinator:
             if not unit.resident:
                 unit.wear(ReleasedParameter)
 
+    def check_fresh(self, flat: FlatParam) -> None:
+        """Errors: StaleStepError when a backward asks for a unit that this step has updated already."""
+        unit = self.executor.unit_of(flat)
+        if unit.updated and _graph_task() != -1:
+            raise StaleStepError(unit.name)
+
     def unpack(self, flat: FlatParam) -> None:
         """Autograd asks for a tensor that was saved on ``flat``'s storage: it is there when this returns."""
         unit = self.executor.unit_of(flat)

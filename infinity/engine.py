@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -25,7 +27,7 @@ from infinity.budgets import Budgets
 from infinity.comm import open_comm
 from infinity.config import Config, load_config
 from infinity.coordinator import Coordinator
-from infinity.errors import ConfigError, ConfigProblem, EngineClosedError, InfinityError, NotYetError
+from infinity.errors import EngineClosedError, InfinityError, ModelError, NotYetError
 from infinity.executor import Executor
 from infinity.figures import StepMetrics, Totals
 from infinity.flat_param import FlatParam, Unit
@@ -33,7 +35,7 @@ from infinity.flight import Flight
 from infinity.hooks import Hooks
 from infinity.layout import GRAD
 from infinity.optim.adamw import AdamW
-from infinity.optim.groups import EngineOptimizer, hyper_parameters, parameter_groups
+from infinity.optim.groups import EngineOptimizer, changed_hyper_parameters, hyper_parameters, parameter_groups
 from infinity.optim.step import Step, clip_factor
 from infinity.placement import Placement, describe
 from infinity.planes import Planes
@@ -81,8 +83,7 @@ class Engine:
     ) -> None:
         self.state = EngineState.READY
         self.module = model
-        self.config = config if isinstance(config, Config) else load_config(config)
-        _check_paths(self.config)
+        self.config = load_config(config, check_path=check_path)
         self.comm = open_comm()
         for notice in self.config.notices:
             logger.info("%s", notice)
@@ -91,6 +92,9 @@ class Engine:
         found = find_units(model, classes=zero.leaf_module.classes, names=zero.leaf_module.names)
         weights.check_meta(model)
         self._algorithm = AdamW(**self.config.optimizer.params.model_dump())
+        taken = [name for name, param in model.named_parameters() if owner_of(param) is not None]
+        if taken:
+            raise ModelError(f"parameter {taken[0]!r} belongs to another engine. Close that one first.")
         groups = parameter_groups(model, model_parameters)
         for group in groups:
             self._algorithm.validate_group({**self._algorithm.defaults, **group})
@@ -102,6 +106,7 @@ class Engine:
         self._backing: NvmeBacking | None = None
         self._device: Device | None = None
         self._hooks: Hooks | None = None
+        self._finalizer: weakref.finalize[Any, Engine] | None = None
         self._units: list[Unit] = []
         self._params: list[nn.Parameter] = []
         bound = False
@@ -149,6 +154,8 @@ class Engine:
                 self._give_back()
             self._release_resources()
             raise
+        self._finalizer = weakref.finalize(self, _release, os.getpid(), self._queue, self._backing, self._device, self._frames)
+        self._finalizer.atexit = False
         self.layout = budgets.layout
         self.optimizer = EngineOptimizer(self, groups, self._algorithm)
         self._group_index: dict[int, dict[str, Any]] = {}
@@ -166,6 +173,8 @@ class Engine:
         self.global_steps = 0
         self.micro_steps = 0
         self._micro_of_step = 0
+        self._micro_ended = False
+        """Has the latest micro-step had its backward, and no ``step`` yet?"""
         self._applied = False
         self._said_nothing_pending = False
         self._user_factor: float | None = None
@@ -218,6 +227,8 @@ class Engine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; with ``bf16.auto_cast`` floating inputs are cast first."""
         self._enter()
+        if torch.is_grad_enabled():
+            self._micro_ended = False
         if self.config.bf16.enabled and self.config.bf16.auto_cast:
             args, kwargs = _cast(args), _cast(kwargs)
         return self.module(*args, **kwargs)
@@ -240,6 +251,7 @@ class Engine:
                 self._fail(error)
             raise
         self._micro_of_step += 1
+        self._micro_ended = True
         self._coordinator.micro_step = self._micro_of_step
         self.micro_steps += 1
         return loss
@@ -247,6 +259,7 @@ class Engine:
     def step(self) -> None:
         """Updates the weights at the end of the last micro-step; before that it does nothing."""
         self._enter()
+        self._micro_ended = False
         self._coordinator.end_plain_backward()
         if 0 < self._micro_of_step < self.config.gradient_accumulation_steps and not self._coordinator.plain_backward_seen:
             self._applied = False
@@ -275,13 +288,13 @@ class Engine:
             factor = self._user_factor
         for unit in waiting:
             self._executor.update(unit, factor)
-        changed = self._groups_seen is not None and self._groups_seen != hyper_parameters(self.optimizer)
+        changed = changed_hyper_parameters(self._groups_seen, self.optimizer) if self._groups_seen is not None else ""
         self._applied = True
         self.global_steps += 1
         self._close_step(factor)
         if changed:
             raise InfinityError(
-                "a parameter group was changed between backward and step, after units had been updated with its old values. "
+                f"{changed} between backward and step, after units had been updated with the old value. "
                 "Change groups after step(), or set optimizer_overlap to 'deferred'."
             )
 
@@ -339,8 +352,8 @@ class Engine:
         return self._applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Does the next ``step`` update, once the micro-step that runs now has had its backward?"""
-        return self._micro_of_step + 1 >= self.config.gradient_accumulation_steps
+        """Does the ``step`` of this micro-step update? Before its backward and after it, until ``step``."""
+        return self._micro_of_step + (0 if self._micro_ended else 1) >= self.config.gradient_accumulation_steps
 
     def train_batch_size(self) -> int:
         """Samples per step over all ranks."""
@@ -445,14 +458,9 @@ class Engine:
             weights.give_back(unit, None if failed or not fits else self._planes, self.device)
 
     def _release_resources(self) -> None:
-        if self._queue is not None:
-            self._queue.close()
-        if self._backing is not None:
-            self._backing.close()
-        if self._device is not None:
-            self._device.unregister_host(self._frames.base_address, self._frames.nbytes)
-            self._device.close()
-        self._frames.close()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        _release(os.getpid(), self._queue, self._backing, self._device, self._frames)
 
     # ---- inside ----
 
@@ -518,6 +526,7 @@ class Engine:
     def _end_step(self) -> None:
         self._began_s = time.perf_counter()
         self._micro_of_step = 0
+        self._micro_ended = False
         self._user_factor = None
         self._groups_seen = None
         self._group_index = {}
@@ -552,14 +561,18 @@ class Engine:
         return self._norm
 
 
-def _check_paths(config: Config) -> None:
-    if config.nvme_path is None:
-        return
-    problem = check_path(config.nvme_path)
-    if problem is not None:
-        zero = config.zero_optimization
-        blocks = [name for name in ("offload_param", "offload_optimizer") if getattr(zero, name).device == "nvme"]
-        raise ConfigError([ConfigProblem(f"zero_optimization.{blocks[0]}.nvme_path", problem)])
+def _release(pid: int, queue: TaskQueue | None, backing: NvmeBacking | None, device: Device | None, frames: FramePool) -> None:
+    """Gives everything to the system, the queue first: it may be using all the others."""
+    if os.getpid() != pid:
+        return  # a forked child owns nothing of its parent's
+    if queue is not None:
+        queue.close()
+    if backing is not None:
+        backing.close()
+    if device is not None:
+        device.unregister_host(frames.base_address, frames.nbytes)
+        device.close()
+    frames.close()
 
 
 def _device_kind(device: str) -> DeviceKind:

@@ -8,6 +8,7 @@ included. Full module backward hooks are not used: they break in-place functions
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,6 +55,8 @@ class SavedTensors:
         flat, kept, version = packed
         if flat is None and self._below is not None:
             return self._below[1](kept)
+        if flat is not None:
+            self._coordinator.check_fresh(flat)
         if kept._version != version:
             kind = "parameter" if flat is not None else "tensor"
             raise RuntimeError(_INPLACE.format(kind=kind, shape=tuple(kept.shape), now=kept._version, then=version))
@@ -110,9 +113,14 @@ class Hooks:
                     self._handles.append(param.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def _arrival(self, flat: FlatParam, index: int) -> Callable[[torch.Tensor], None]:
-        coordinator = self._coordinator
+        # torch counts the dict of these hooks twice and shows it to the collector once, so what they hold is never collected with
+        # their parameter. The module's own hooks are what keeps the coordinator alive.
+        coordinator_of, flat_of = weakref.ref(self._coordinator), weakref.ref(flat)
 
         def arrived(param: torch.Tensor) -> None:
+            coordinator, flat = coordinator_of(), flat_of()
+            if coordinator is None or flat is None:
+                return
             with torch._C.DisableTorchFunctionSubclass():
                 grad, param.grad = param.grad, None
             if grad is None:

@@ -121,12 +121,10 @@ class ReleasedParameter(nn.Parameter):
         name = _name(func)
         if name in METADATA:
             return _call(func, args, kwargs)
-        owners = [owner for param in _released(args, kwargs) if (owner := _OWNERS.get(id(param))) is not None]
+        owners = [owner for param in _released(args, kwargs) if (owner := owner_of(param)) is not None]
         if not owners:
             return _call(func, args, kwargs)
-        door = owners[0][0]()
-        if door is None:
-            raise EngineClosedError("the engine of this parameter is gone; call engine.close() to get the weights back.")
+        door = owners[0][0]
         if name in ("grad", "set:grad", "del:grad"):
             _, unit, flat, index = owners[0]
             if name == "grad":
@@ -135,14 +133,18 @@ class ReleasedParameter(nn.Parameter):
             return None
         for _, unit, flat, index in owners:
             door.before_touch(unit, flat, index, name)
-        result = None
+        result = refused = None
         door.begin_operation()
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
         finally:
             with torch._C.DisableTorchFunctionSubclass():
-                door.end_operation([unit for _, unit, _, _ in owners], name, args, result)
+                given = {id(arg) for arg in (*args, *kwargs.values())}
+                refused = door.end_operation([unit for _, unit, _, _ in owners], given, result)
+        if refused is not None:
+            del result  # an alias: who looks at the variables of a traceback would touch it
+            refuse_alias([refused], name)
         return result
 
 
@@ -163,17 +165,27 @@ class Door:
     def begin_operation(self) -> None:
         """The operation runs now."""
 
-    def end_operation(self, units: list[Unit], name: str, args: tuple[Any, ...], result: Any) -> None:
-        """It has run on ``args`` and gave ``result``, or raised (None)."""
+    def end_operation(self, units: list[Unit], given: set[int], result: Any) -> str | None:
+        """It has run and gave ``result``, or raised (None); ``given`` are the ids of its arguments.
+
+        Whose memory the result would hand out, if that must not be; nothing but the name, so that no traceback holds the alias.
+        """
+        return None
 
 
-_OWNERS: dict[int, tuple[weakref.ref[Door], Unit, FlatParam, int]] = {}
-"""id of a parameter -> its engine's door, and where it is; filled at start and emptied at close, engine by engine."""
+_OWNERS: dict[int, tuple[weakref.ref[Door], weakref.ref[Unit], weakref.ref[FlatParam], int]] = {}
+"""id of a parameter -> its engine's door, and where it is; filled at start and emptied at close, or when the engine is collected."""
 
 
 def register(door: Door, param: nn.Parameter, unit: Unit, flat: FlatParam, index: int) -> None:
-    """Makes ``door`` answer for ``param``."""
-    _OWNERS[id(param)] = (weakref.ref(door), unit, flat, index)
+    """Makes ``door`` answer for ``param``. Memory: keeps nothing alive."""
+    key = id(param)
+
+    def forget(gone: weakref.ref[Door]) -> None:
+        if key in _OWNERS and _OWNERS[key][0] is gone:
+            del _OWNERS[key]
+
+    _OWNERS[key] = weakref.ref(door, forget), weakref.ref(unit), weakref.ref(flat), index
 
 
 def unregister(params: Iterable[nn.Parameter]) -> None:
@@ -186,8 +198,10 @@ def unregister(params: Iterable[nn.Parameter]) -> None:
 def owner_of(param: torch.Tensor) -> tuple[Door, Unit, FlatParam, int] | None:
     """Who manages ``param``, if anybody does."""
     owner = _OWNERS.get(id(param))
-    door = owner[0]() if owner else None
-    return None if owner is None or door is None else (door, *owner[1:])
+    if owner is None:
+        return None
+    door, unit, flat = owner[0](), owner[1](), owner[2]()
+    return None if door is None or unit is None or flat is None else (door, unit, flat, owner[3])
 
 
 def refuse_alias(names: list[str], operation: str) -> None:

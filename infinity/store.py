@@ -276,8 +276,9 @@ class PageStore:
         self._error: InfinityError | None = None
 
         static = [key for key in range(n_pages) if not self._dynamic[key]]
-        self.fits_all = len(static) + scratch_reserve <= frames.n_frames
-        """Whether every page of the static spaces can have a frame at once and leave the scratch reserve."""
+        unmovable = sum(1 for key in range(n_pages) if self._dynamic[key] and self._slots[key] == _NO_SLOT)
+        self.fits_all = len(static) + unmovable + scratch_reserve <= frames.n_frames
+        """Whether all pages but dynamic ones with a slot can have a frame at once and leave the scratch reserve."""
         resting = [key for key in static if self._slots[key] == _NO_SLOT]
         if len(resting) > frames.n_frames:
             raise BudgetError(

@@ -90,18 +90,20 @@ class EngineDoor(Door):
         if outside:
             self._hooks.push_pair()
 
-    def end_operation(self, units: list[Unit], name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Writes back what the operation changed, and refuses an alias that it gave."""
+    def end_operation(self, units: list[Unit], given: set[int], result: Any) -> str | None:
+        """Writes back what the operation changed; names the flat parameter of which it gave an alias, which must not be."""
         if not self._outside.pop():
-            return
+            return None
         self._hooks.pop_pair()
-        given = {id(arg) for arg in args}
-        released = {flat.storage_id: flat for unit in units if not unit.resident for flat in unit.flats}
+        released = {flat.storage_id: flat.name for unit in units if not unit.resident for flat in unit.flats}
         for unit in units:
             self.executor.write_back_modified(unit)
         for tensor in _tensors(result):
-            if id(tensor) not in given and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in released:
-                refuse_alias([released[tensor.untyped_storage()._cdata].name], name)
+            if id(tensor) not in given and tensor.layout is torch.strided:
+                name = released.get(tensor.untyped_storage()._cdata)
+                if name is not None:
+                    return name
+        return None
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -86,3 +86,15 @@ def parameter_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """What the groups hold beside their parameters, as it is now."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def changed_hyper_parameters(before: Sequence[dict[str, Any]], optimizer: torch.optim.Optimizer) -> str:
+    """The first thing that the groups hold otherwise than ``before``, in words; empty when there is none."""
+    now = hyper_parameters(optimizer)
+    if len(now) != len(before):
+        return f"the number of parameter groups was changed from {len(before)} to {len(now)}"
+    for index, (old, new) in enumerate(zip(before, now, strict=True)):
+        for key in {**old, **new}:
+            if key not in old or key not in new or old[key] != new[key]:
+                return f"parameter group {index} had {key} changed from {old.get(key)!r} to {new.get(key)!r}"
+    return ""

@@ -82,10 +82,14 @@ def test_a_space_that_rests_in_a_missing_backing_is_refused(bench: StoreBench) -
         PageStore(bench.queue, bench.frames, None, [make_space(0, 4)], {0: Rest.BACKING}, verify=True)
 
 
-@pytest.mark.parametrize(("n_frames", "reserve", "fits"), [(8, 0, True), (7, 0, False), (10, 2, True), (9, 2, False)])
-def test_everything_fits_when_all_static_pages_and_the_reserve_have_frames(tmp_path: Path, n_frames: int, reserve: int, fits: bool) -> None:
+@pytest.mark.parametrize(("n_frames", "reserve", "fits"), [(12, 0, True), (11, 0, False), (14, 2, True), (13, 2, False)])
+def test_everything_fits_when_all_pages_that_cannot_be_spilled_and_the_reserve_have_frames(tmp_path: Path, n_frames: int, reserve: int, fits: bool) -> None:
     with store_bench(
-        tmp_path, n_frames=n_frames, rests=(Rest.BACKING, Rest.FRAME, Rest.FRAME), dynamic=(2,), scratch_reserve=reserve
+        tmp_path,
+        n_frames=n_frames,
+        rests=(Rest.BACKING, Rest.FRAME, Rest.FRAME, Rest.BACKING),
+        dynamic=(2, 3),
+        scratch_reserve=reserve,
     ) as bench:
         assert bench.store.fits_all is fits
 
