@@ -37,9 +37,12 @@ class Budgets:
         )
         free_host = available_bytes("cpu")
         host_guess = budget_bytes(config.memory.host, free_bytes=free_host, useful_bytes=free_host)
-        without = [plane for plane in self._plane_names(algorithm) if self.tier(plane) != "nvme"]
+        on_device = [plane for plane in self._plane_names(algorithm) if self.tier(plane) == "none"]
+        in_frames = [plane for plane in self._plane_names(algorithm) if self.tier(plane) == "cpu"]
         self.page_nbytes: int = (
-            choose_page_nbytes(self.unit_specs, algorithm.planes, host_guess, without=without) if config.page == "auto" else config.page
+            choose_page_nbytes(self.unit_specs, algorithm.planes, host_guess, without=on_device, resting=in_frames)
+            if config.page == "auto"
+            else config.page
         )
         self.layout: Layout = build_layout(self.unit_specs, algorithm.planes, self.page_nbytes)
         tiers = {space.id: self.space_tier(space.flat, space.plane) for space in self.layout.spaces}
@@ -47,7 +50,7 @@ class Budgets:
         self.rests = {space.id: Rest.BACKING if tiers[space.id] == "nvme" else Rest.FRAME for space in self.paged_spaces}
         self.n_slots = sum(space.page_count for space in self.paged_spaces if tiers[space.id] == "nvme")
         resting_frames = sum(space.page_count for space in self.paged_spaces if tiers[space.id] == "cpu")
-        self.reserve_frames = max(minimum_frames(self.layout, without), 3)
+        self.reserve_frames = max(minimum_frames(self.layout, (*on_device, *in_frames)), 3)
         self.minimum_host_bytes = (resting_frames + self.reserve_frames) * self.page_nbytes
         useful_frames = sum(space.page_count for space in self.paged_spaces) + self.reserve_frames
         host_bytes = budget_bytes(config.memory.host, free_bytes=free_host, useful_bytes=useful_frames * self.page_nbytes)

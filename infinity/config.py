@@ -1059,12 +1059,15 @@ class _Reading:
             if not key.becomes or key.path not in self._values:
                 continue
             value = self._values.pop(key.path)
+            against = []
             for target in key.becomes:
                 new = value if target.endswith("pin_memory") else "cpu" if value else "none"
                 if target in self._values and self._values[target] != new:
-                    self.problem(key.path, f"{_show(value)} contradicts {target}: {_show(self._values[target])}. Keep the latter.")
+                    against.append(f"{target}: {_show(self._values[target])}")
                 else:
                     self._values[target] = new
+            if against:
+                self.problem(key.path, f"{_show(value)} contradicts {' and '.join(against)}. Remove the old spelling.")
             self.notices.append(f"{key.path}: {key.text}")
 
     def contradictions(self) -> None:

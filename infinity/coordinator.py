@@ -283,7 +283,7 @@ class Coordinator:
         self.close_visits()
         self.backward_seen = True
         self._engine_backward = True
-        self.updates_in_backward = fused and self.replaying
+        self.updates_in_backward = self.executor.keeps_pages = fused and self.replaying
 
     def end_backward(self) -> None:
         """A backward ended: every gradient is complete."""
@@ -292,7 +292,7 @@ class Coordinator:
         for unit in self.units:
             if any(flat.gradients for flat in unit.flats):
                 self._finish_gradients(unit, fused=fused)
-        self.updates_in_backward = False
+        self.updates_in_backward = self.executor.keeps_pages = False
         self._engine_backward = False
         self._end_program()
         self.await_step()
@@ -300,7 +300,7 @@ class Coordinator:
     def abort_backward(self) -> None:
         """A backward raised: what it left is as it is, and its recording is worth nothing."""
         self._forget_nodes()
-        self.updates_in_backward = False
+        self.updates_in_backward = self.executor.keeps_pages = False
         self._engine_backward = self._plain_backward_open = False
         self._program = None
         while self._open:

@@ -256,7 +256,7 @@ class Engine:
         self._enter()
         self._coordinator.end_plain_backward()
         updated = [unit for unit in self._units if unit.updated]
-        waiting = [unit for unit in self._units if not unit.updated and any(flat.gradients or any(flat.has_grad) for flat in unit.flats)]
+        waiting = [unit for unit in self._units if not unit.updated and self._executor.step.has_pending(unit)]
         if not updated and not waiting:
             if not self._said_nothing_pending:
                 self._said_nothing_pending = True
@@ -288,7 +288,8 @@ class Engine:
         self._coordinator.end_plain_backward()
         if any(unit.updated for unit in self._units):
             return
-        self._executor.forget(self._units)
+        if any(self._executor.step.has_pending(unit) for unit in self._units):
+            self._executor.forget(self._units)
         self._end_step()
 
     def train(self, mode: bool = True) -> Engine:

@@ -68,6 +68,8 @@ class Executor:
         self.units = units
         self.is_busy: Callable[[Unit], bool] = lambda unit: bool(unit.open_visits)
         self.next_use: Callable[[Unit], int | None] = lambda unit: None
+        self.keeps_pages = False
+        """Should the pages of a gather stay in frames, if they can, until the unit's update? So they are read once for both."""
         self.demand_gathers = 0
         """Gathers that had to be waited for."""
         self.prefetch_hits = 0
@@ -121,7 +123,10 @@ class Executor:
         self._clock += 1
         self._last_used[unit.index] = self._clock
         if self.step.is_updating(unit):
-            self.step.finish(unit)
+            if unit.resident or not self._device.copies_in_queue:
+                self.step.finish(unit)
+            else:
+                self.step.hand_over(unit)  # the copies come after the kernels, in the queue
         if unit.state is UnitState.GATHERED:
             if unit.index in self._ahead:
                 self._ahead.discard(unit.index)
@@ -143,7 +148,9 @@ class Executor:
         """Starts a gather needed at ``position`` if it takes memory only from what is needed later; never waits. False: not now."""
         if unit.state is not UnitState.SHARDED:
             return True
-        if self.step.is_updating(unit) or self._store.frames_free + self._store.frames_evictable == 0:
+        if (
+            self.step.is_waiting(unit) if self._device.copies_in_queue else self.step.is_updating(unit)
+        ) or self._store.frames_free + self._store.frames_evictable == 0:
             return False
         live = sum(other.numel for other in self.units if other.state is not UnitState.SHARDED)
         ahead = sum(self.units[index].numel for index in self._ahead)
@@ -168,7 +175,10 @@ class Executor:
             width = flat.dtype.itemsize
             for index in range(flat.spec.page_count(PARAM)):
                 begin, end = flat.spec.page_elems(PARAM, index)
-                pieces.append(Piece(flat, self._planes.page(flat, PARAM, index), begin * width, (end - begin) * width))
+                page = self._planes.page(flat, PARAM, index)
+                if self.keeps_pages and flat.spec.trainable:
+                    self._store.keep(page)
+                pieces.append(Piece(flat, page, begin * width, (end - begin) * width))
         unit.state = UnitState.GATHERING
         job = self._jobs[unit.index] = GatherJob(unit, pieces)
         return job
@@ -185,29 +195,28 @@ class Executor:
     def _issue_copies(self, job: GatherJob) -> None:
         batch = Batch()
         handles = []
+        short = False
         for piece in job.pieces[job.issued :]:
-            state = self._store.state(piece.page)
-            if state is PageState.CHAINED:
-                break
-            if state is PageState.ABSENT and self._store.fetch(piece.page, batch) is None:
-                self.step.spill()
+            if self._store.state(piece.page) is PageState.ABSENT and self._store.fetch(piece.page, batch) is None:
+                short = True
                 break
             assert piece.flat.range is not None
             args = pack_copy(piece.flat.range.address + piece.offset, self._store.address(piece.page), piece.nbytes)
             handle = batch.kernel(Kernel.COPY, args, self._store.after(piece.page))
             self._store.use(piece.page, handle)
             handles.append(handle)
-        if not handles:
-            return
-        job.issued += len(handles)
-        job.copies_left += len(handles)
-        first = self.flight.submit(batch)
+        if handles:
+            job.issued += len(handles)
+            job.copies_left += len(handles)
+            first = self.flight.submit(batch)
 
-        def copied() -> None:
-            job.copies_left -= 1
+            def copied() -> None:
+                job.copies_left -= 1
 
-        for handle in handles:
-            self.flight.track(first - 1 - handle, copied)
+            for handle in handles:
+                self.flight.track(first - 1 - handle, copied)
+        if short:
+            self.step.spill()
 
     def _issue_device_copies(self, job: GatherJob) -> None:
         for ticket, page in list(job.tickets):
@@ -226,17 +235,20 @@ class Executor:
             job.issued += 1
         batch = Batch()
         handles = []
+        short = False
         for piece in job.pieces[job.issued :]:
             if self._store.state(piece.page) is PageState.ABSENT:
                 handle = self._store.fetch(piece.page, batch)
                 if handle is None:
-                    self.step.spill()
+                    short = True
                     break
                 handles.append(handle)
         if handles:
             first = self.flight.submit(batch)
             for handle in handles:
                 self.flight.track(first - 1 - handle)
+        if short:
+            self.step.spill()
 
     def release(self, unit: Unit) -> None:
         """Gives the memory behind the unit's parameters back; their pages know everything that is worth knowing."""

@@ -335,16 +335,17 @@ def choose_page_nbytes(
     world_size: int = 1,
     rank: int = 0,
     without: Collection[str] = (),
+    resting: Collection[str] = (),
 ) -> int:
     """What `page: auto` means: the largest power of two, 8 MiB at most, that wastes little and needs few frames.
 
     Little is ``UNUSED_FRACTION_MAX`` of the pages' bytes, few is ``HOST_FRACTION_MAX`` of ``host_bytes``. Where no size does both,
-    the smallest.
+    the smallest. ``without`` names planes that have no frames at all, ``resting`` those that have frames of their own for good.
     """
     page_nbytes = PAGE_NBYTES_MAX
     while page_nbytes > PAGE_NBYTES_MIN:
         layout = build_layout(units, state_planes, page_nbytes, world_size, rank)
-        frames_nbytes = minimum_frames(layout, without) * page_nbytes
+        frames_nbytes = minimum_frames(layout, (*without, *resting)) * page_nbytes
         if unused_fraction(layout, without) <= UNUSED_FRACTION_MAX and frames_nbytes <= host_bytes * HOST_FRACTION_MAX:
             return page_nbytes
         page_nbytes //= 2

@@ -108,6 +108,10 @@ class Step:
             if flat.gradients and not (GRAD in flat.planes and _is_direct(flat)):
                 self._reduce_flat(flat)
 
+    def has_pending(self, unit: Unit) -> bool:
+        """Has ``unit`` a gradient that no update has taken?"""
+        return any(flat.gradients or (any(flat.has_grad) and flat.spec.index not in self._flat_updates) for flat in unit.flats)
+
     def can_free(self, unit: Unit) -> bool:
         """Would ``reduce`` free device memory?"""
         return not unit.updated and any(flat.gradients and GRAD not in flat.planes for flat in unit.flats)
@@ -388,11 +392,25 @@ class Step:
                 return
             self._waiting.popleft()
 
+    def is_waiting(self, unit: Unit) -> bool:
+        """Is a part of the update of ``unit`` not handed over yet?"""
+        return any(update.unit is unit for update in self._waiting)
+
+    def hand_over(self, unit: Unit) -> None:
+        """Hands the whole update of ``unit`` to the queue, before any other; waits for frames if need be, not for the update."""
+        first = [update for update in self._waiting if update.unit is unit]
+        if not first:
+            return
+        self._waiting = deque([*first, *(update for update in self._waiting if update.unit is not unit)])
+        self.pump()
+        while self.is_waiting(unit):
+            self._flight.wait_any()
+            self.pump()
+
     def finish(self, unit: Unit | None = None) -> None:
         """Waits until the updates of ``unit``, or all, are done."""
         if unit is not None:
-            first = [update for update in self._waiting if update.unit is unit]
-            self._waiting = deque([*first, *(update for update in self._waiting if update.unit is not unit)])
+            self.hand_over(unit)
         self.pump()
         while self._tiles_left if unit is None else self.is_updating(unit):
             self._flight.wait_any()
@@ -413,6 +431,8 @@ class Step:
         changed = [page for group in pages.values() for page in group]
         if any(self._store.state(page) in IN_FLIGHT or self._store.holds(page) for page in (*changed, *grad_pages)):
             return False
+        if not update.grads and GRAD in flat.planes:
+            self._wait_for_tail(flat, spec.tile_pages(GRAD, update.tile))
         scratch = 0
         if update.grads and not self._device.host_addressable:
             width = next(iter(update.grads.values())).element_size()
@@ -421,6 +441,8 @@ class Step:
         chain = self._store.chain(batch, update=changed, read=grad_pages, scratch=scratch)
         if chain is None:
             return False
+        for page in pages.get(PARAM, ()):
+            self._store.unkeep(page)
         staged: list[tuple[torch.Tensor, Callable[[], None] | None]] = []
         addresses: dict[str, list[int]] = {}
         for plane in spec.planes:
@@ -481,7 +503,6 @@ class Step:
                 yield address, first + tile_begin, last + tile_begin, width == 2
             return
         if GRAD in flat.planes:
-            self._wait_for_tail(flat, spec.tile_pages(GRAD, update.tile))
             memory, _ = self._planes.on_device(flat, GRAD, begin * 4, (end - begin) * 4)
             staged.append((memory, None))
             yield memory.data_ptr(), begin, end, False

@@ -83,7 +83,7 @@ class StoreMachine(RuleBasedStateMachine):
         state, held = self.store.state(page), self.store.holds(page) > 0
         on_frame = RESTS[page.space] is Rest.FRAME
         if action == "fetch":
-            return state is PageState.ABSENT and self.readable(page)
+            return state is PageState.ABSENT and self.content[page] is not None
         if action == "allocate":
             return state is PageState.ABSENT
         if action == "hold":
