@@ -25,7 +25,7 @@ from infinity.budgets import Budgets
 from infinity.comm import open_comm
 from infinity.config import Config, load_config
 from infinity.coordinator import Coordinator
-from infinity.errors import ConfigError, ConfigProblem, EngineClosedError, InfinityError
+from infinity.errors import ConfigError, ConfigProblem, EngineClosedError, InfinityError, NotYetError
 from infinity.executor import Executor
 from infinity.figures import StepMetrics, Totals
 from infinity.flat_param import FlatParam, Unit
@@ -207,6 +207,7 @@ class Engine:
         for unit, found_unit in zip(self._units, found, strict=True):
             lenders = {by_id[id(param)].index: by_id[id(param)] for _, param in found_unit.borrowed if id(param) in by_id}
             unit.lenders = tuple(lender for lender in lenders.values() if lender is not unit)
+        self._flight.wait_all()
         self._device.reset_peak()
 
     # ---- what people call ----
@@ -228,6 +229,7 @@ class Engine:
         boundary = self._micro_of_step + 1 == steps
         scaled = loss / steps if steps > 1 and scale_wrt_gas else loss
         fused = boundary and not retain_graph and self.config.gradient_clipping == 0 and self.config.optimizer_overlap != "deferred"
+        self._check_frozen()
         self._coordinator.begin_backward(fused=fused)
         try:
             torch.autograd.backward(scaled, retain_graph=retain_graph)
@@ -255,6 +257,7 @@ class Engine:
         """What ``optimizer.step()`` does: norm, clip, update of whatever was not updated in backward; then the step is closed."""
         self._enter()
         self._coordinator.end_plain_backward()
+        self._check_frozen()
         updated = [unit for unit in self._units if unit.updated]
         waiting = [unit for unit in self._units if not unit.updated and self._executor.step.has_pending(unit)]
         if not updated and not waiting:
@@ -461,6 +464,17 @@ class Engine:
             assert self._hooks is not None
             self._hooks.close_pairs()
             self._coordinator.close_visits()
+
+    def _check_frozen(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for flat in (flat for unit in self._units for flat in unit.flats if not flat.spec.trainable):
+                for index, param in enumerate(flat.params):
+                    if param.requires_grad:
+                        name = flat.spec.params[index].spec.name
+                        raise NotYetError(
+                            f"parameter {name!r} was frozen when the engine was opened and requires a gradient "
+                            "now: training what was frozen is not built yet. Close the engine and open another one."
+                        )
 
     def _fail(self, error: BaseException) -> None:
         self.state = EngineState.FAILED

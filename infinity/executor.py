@@ -135,6 +135,8 @@ class Executor:
         job = self._jobs.get(unit.index)
         if job is None:
             self.demand_gathers += 1
+            while self._live_numel() + unit.numel > self._max_live_numel and (victim := self._victim(later_than=None)) is not None:
+                self.release(victim)
             self._make_room(unit.nbytes, f"unit {unit.name!r}")
             job = self._begin(unit)
         else:
@@ -152,11 +154,10 @@ class Executor:
             self.step.is_waiting(unit) if self._device.copies_in_queue else self.step.is_updating(unit)
         ) or self._store.frames_free + self._store.frames_evictable == 0:
             return False
-        live = sum(other.numel for other in self.units if other.state is not UnitState.SHARDED)
         ahead = sum(self.units[index].numel for index in self._ahead)
-        if live + unit.numel > self._max_live_numel or (ahead and ahead + unit.numel > self._prefetch_numel):
+        if ahead and ahead + unit.numel > self._prefetch_numel:
             return False
-        while self._device.free_bytes < unit.nbytes:
+        while self._device.free_bytes < unit.nbytes or self._live_numel() + unit.numel > self._max_live_numel:
             victim = self._victim(later_than=position)
             if victim is None:
                 return False
@@ -259,6 +260,9 @@ class Executor:
                 flat.range.drain()
         unit.state = UnitState.SHARDED
         self._ahead.discard(unit.index)
+
+    def _live_numel(self) -> int:
+        return sum(unit.numel for unit in self.units if unit.state is not UnitState.SHARDED)
 
     def _victim(self, later_than: int | None) -> Unit | None:
         """The unit to release first: the one needed last, then the one used longest ago. None: all are in use, or needed sooner."""

@@ -13,6 +13,7 @@ import torch
 
 from infinity.flat_param import FlatParam
 from infinity.flight import Flight
+from infinity.kernel_args import Kernel, pack_copy
 from infinity.layout import Layout, PageId
 from infinity.residency import PageState
 from infinity.task_queue import Batch
@@ -93,6 +94,27 @@ class Planes:
                 part = whole
             self._store.write_page(page, part.data)
             self._write_back(page)
+
+    def fill(self, flat: FlatParam, plane: str, begin: int, data: Bytes) -> None:
+        """As ``write``, for whole pages that have no content worth keeping: handed to the queue, not waited for.
+
+        Memory: keeps ``data`` until it is written.
+        """
+        if plane in flat.planes:
+            self.write(flat, plane, begin, data)
+            return
+        grid = flat.spec.grids[plane]
+        width = grid.plane.elem_nbytes
+        for index in range(begin // grid.page_numel, -(-(begin + data.size // width) // grid.page_numel)):
+            first, last = flat.spec.page_elems(plane, index)
+            part = data[(first - begin) * width : (last - begin) * width]
+            page = self.page(flat, plane, index)
+            batch = Batch()
+            while (chain := self._store.chain(batch, write=(page,))) is None:
+                self._flight.wait_any()
+            chain.keep(part)
+            chain.kernel(Kernel.COPY, pack_copy(chain.address(page), int(part.ctypes.data), part.size))
+            self._flight.submit_work(batch, chain.close(write_back=True))
 
     def _write_back(self, page: PageId) -> None:
         """A page that was written in its frame goes to its slot, so that the frame can be had again."""

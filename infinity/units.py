@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from infinity.errors import ModelError
+from infinity.errors import ModelError, NotYetError
 from infinity.layout import ParamSpec, UnitSpec
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -50,9 +50,12 @@ class FoundUnit:
 def find_units(model: nn.Module, *, classes: Collection[str] = (), names: Collection[str] = ()) -> list[FoundUnit]:
     """The units of ``model`` in registration order; ``classes`` and ``names`` (class names, module paths) are units with their subtree.
 
-    Errors: ModelError when the model has no parameter, or a name in ``names`` is no module of it.
+    Errors: ModelError when the model has no parameter, or a name in ``names`` is no module of it; NotYetError for compiled modules.
     """
     known = dict(model.named_modules())
+    compiled = [name or type(model).__name__ for name, module in known.items() if _is_compiled(module)]
+    if compiled:
+        raise NotYetError(f"torch.compile is not built yet, and these modules are compiled: {', '.join(compiled)}. Give the plain modules.")
     missing = [name for name in names if name not in known]
     if missing:
         listed = ", ".join(map(repr, missing))
@@ -90,6 +93,10 @@ def _walk(
     for child_name, child in module.named_children():
         child_path = f"{name}.{child_name}" if name else child_name
         yield from _walk(child, child_path, seen, classes, names, repeated=isinstance(module, CONTAINERS))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _named(prefix: str, params: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:

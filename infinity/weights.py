@@ -66,7 +66,7 @@ def write_unit(unit: Unit, planes: Planes) -> None:
             content = _tile(flat, begin, end)
             for plane in flat.spec.planes:
                 data = content.get(plane.name)
-                planes.write(flat, plane.name, begin, np.zeros((end - begin) * plane.elem_nbytes, np.uint8) if data is None else data)
+                planes.fill(flat, plane.name, begin, np.zeros((end - begin) * plane.elem_nbytes, np.uint8) if data is None else data)
 
 
 def _tile(flat: FlatParam, begin: int, end: int) -> dict[str, Bytes]:

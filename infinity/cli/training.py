@@ -28,8 +28,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from infinity.cli.outcome import EXIT_INTERRUPTED
 from infinity.config import Config, load_config
 from infinity.data import Batch, BatchStream, Text, open_corpus, sequential_batches
-from infinity.engine import Engine, StepMetrics
+from infinity.engine import Engine
 from infinity.errors import ConfigError, ConfigProblem, EngineFailedError, InfinityError
+from infinity.figures import StepMetrics
 from infinity.metrics import JsonLines
 from infinity.models.gpt import GPT, GPTConfig, generate
 from infinity.placement import Placement
