@@ -2,4 +2,5 @@
 
 from setuptools import setup
 
-setup(cffi_modules=["native/build.py:ffi"])
+# The module uses the limited API: one wheel serves every Python from 3.10 on.
+setup(cffi_modules=["native/build.py:ffi"], options={"bdist_wheel": {"py_limited_api": "cp310"}})

@@ -146,17 +146,20 @@ def test_the_directory_of_a_living_process_is_left_alone(tmp_path: Path) -> None
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        fd = os.open(directory, os.O_RDONLY)
-        fcntl.fcntl(fd, fcntl.F_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, 0, 0, 0, 0))
-        os.write(writer, b"locked")
-        os.close(writer)
-        os.read(reader, 100)
-        signal.pause()
+        try:
+            fd = os.open(directory, os.O_RDONLY)
+            fcntl.fcntl(fd, fcntl.F_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, 0, 0, 0, 0))
+            os.write(writer, b"locked")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
     try:
         assert os.read(reader, 6) == b"locked"
         remove_leftovers(str(tmp_path))
         assert directory.exists()
     finally:
+        os.close(reader)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     remove_leftovers(str(tmp_path))
