@@ -32,7 +32,7 @@ def command(
         int | None,
         typer.Option(min=1, help="Rows of a micro-batch.  [default: train_micro_batch_size_per_gpu of CONFIG]", show_default=False),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 160,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and the sample.")] = 0,
     data: Annotated[
         Path | None,
