@@ -97,6 +97,8 @@ class Coordinator:
         self._suspended: list[Program | None] = []
         self._open: list[OpenVisit] = []
         self._root_depth = 0
+        self._root_units: list[Unit] = []
+        """Units of which the model's own forward has an alias."""
         self._engine_backward = False
         self._plain_backward_open = False
         self._nodes: list[tuple[int, Any]] = []
@@ -123,6 +125,8 @@ class Coordinator:
         if _graph_task() != -1 or self._root_depth == 0:
             return
         self._root_depth -= 1
+        if self._root_depth == 0:
+            self._close_root()
         if not torch.is_grad_enabled() and self._suspended:
             self._end_program()
             self._program = self._suspended.pop()
@@ -267,8 +271,26 @@ class Coordinator:
             while self._open:
                 self._close(self._open[-1])
             self._root_depth = 0
+            self._close_root()
             while self._suspended:
                 self._program = self._suspended.pop()
+
+    @property
+    def in_root(self) -> bool:
+        """Is the model's own forward running, outside every unit's?"""
+        return self._root_depth > 0 and not self._open and _graph_task() == -1
+
+    def borrow_for_root(self, unit: Unit) -> None:
+        """The model's own forward uses an alias of ``unit``'s memory: it keeps it gathered until it ends."""
+        if unit not in self._root_units:
+            self._root_units.append(unit)
+            unit.open_visits += 1
+            self._running().seen.forwards[unit.index] += 1
+        self._use(unit)
+
+    def _close_root(self) -> None:
+        while self._root_units:
+            self._leave_unit(self._root_units.pop())
 
     @property
     def in_visit(self) -> bool:

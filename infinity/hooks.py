@@ -80,8 +80,10 @@ class Hooks:
 
         def enter_root(module: nn.Module, args: Any) -> None:
             coordinator.enter_root()
+            self.push_pair()
 
         def leave_root(module: nn.Module, args: Any, output: Any) -> None:
+            self.pop_pair()
             coordinator.leave_root()
 
         self._handles.append(root.register_forward_pre_hook(enter_root, prepend=True))

@@ -2,9 +2,10 @@
 
 ::
 
-    in a forward of some unit    that forward borrows the parameter's unit until it ends
-    in a backward, in no forward the unit is gathered as for an unpack
-    outside both                 the unit is gathered for that one operation; an alias of its memory is refused
+    in a forward of some unit      that forward borrows the parameter's unit until it ends
+    in a backward, in no forward   the unit is gathered as for an unpack
+    in the model's own forward     the unit is gathered for that one operation, or, where it gave an alias, until the model's forward ends
+    outside all                    the unit is gathered for that one operation; an alias of its memory is refused
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class EngineDoor(Door):
         elif unit.resident:
             self.executor.gather(unit)
         else:
-            if name in ALIASES:
+            if name in ALIASES and self.coordinator.in_root:
+                self.coordinator.borrow_for_root(unit)
+            elif name in ALIASES:
                 refuse_alias([flat.spec.params[index].spec.name], name)
             self.coordinator.end_plain_backward()
             self.executor.gather(unit)
@@ -91,18 +94,20 @@ class EngineDoor(Door):
             self._hooks.push_pair()
 
     def end_operation(self, units: list[Unit], given: set[int], result: Any) -> str | None:
-        """Writes back what the operation changed; names the flat parameter of which it gave an alias, which must not be."""
+        """Writes back what the operation changed; names the flat parameter of which it gave an alias, where that must not be."""
         if not self._outside.pop():
             return None
         self._hooks.pop_pair()
-        released = {flat.storage_id: flat.name for unit in units if not unit.resident for flat in unit.flats}
+        released = {flat.storage_id: (unit, flat) for unit in units if not unit.resident for flat in unit.flats}
         for unit in units:
             self.executor.write_back_modified(unit)
         for tensor in _tensors(result):
             if id(tensor) not in given and tensor.layout is torch.strided:
-                name = released.get(tensor.untyped_storage()._cdata)
-                if name is not None:
-                    return name
+                owner = released.get(tensor.untyped_storage()._cdata)
+                if owner is not None:
+                    if not self.coordinator.in_root:
+                        return owner[1].name
+                    self.coordinator.borrow_for_root(owner[0])
         return None
 
 

@@ -143,6 +143,32 @@ def test_a_visit_borrows_what_it_touches_and_has_it_again_in_backward(tmp_path: 
     runs.assert_same(plain, runs.engine_run(models.build(Borrower), config, batches, device=device))
 
 
+class OwnForward(nn.Module):
+    """The model's own forward, which is no unit's, uses weights of its parts, aliases among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.blocks[0].weight, self.blocks[2].weight.data
+        for block in self.blocks:
+            x = torch.tanh(block(x) + x @ first.t() + x @ block.weight.T + last[0]) + block.bias.detach()
+        return x.square().mean() + first.float().square().sum() * 1e-3
+
+
+@pytest.mark.parametrize("overlap", ["auto", "deferred"])
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_the_models_own_forward_may_take_aliases_of_weights(tmp_path: Path, device: str, overlap: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    batches = [(torch.randn(3, WIDTH, generator=generator),) for _ in range(5)]
+    plain = runs.train(runs.PlainTrainer(models.build(OwnForward)), batches)
+    with runs.EngineTrainer(models.build(OwnForward), runs.engine_config(tmp_path, overlap=overlap), device=device) as trainer:
+        runs.assert_same(plain, runs.train(trainer, batches))
+        with pytest.raises(ReleasedParameterError):
+            trainer.params["blocks.0.weight"].t()
+
+
 # ---- (c) outside any visit ----
 
 ALIASES: dict[str, Callable[[Any], Any]] = {

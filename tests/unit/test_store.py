@@ -83,7 +83,9 @@ def test_a_space_that_rests_in_a_missing_backing_is_refused(bench: StoreBench) -
 
 
 @pytest.mark.parametrize(("n_frames", "reserve", "fits"), [(12, 0, True), (11, 0, False), (14, 2, True), (13, 2, False)])
-def test_everything_fits_when_all_pages_that_cannot_be_spilled_and_the_reserve_have_frames(tmp_path: Path, n_frames: int, reserve: int, fits: bool) -> None:
+def test_everything_fits_when_all_but_gradients_with_a_slot_and_the_reserve_have_frames(
+    tmp_path: Path, n_frames: int, reserve: int, fits: bool
+) -> None:
     with store_bench(
         tmp_path,
         n_frames=n_frames,
