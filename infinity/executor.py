@@ -313,7 +313,8 @@ class Executor:
 
     def take_gradient(self, flat: FlatParam, index: int, grad: torch.Tensor) -> None:
         """A gradient arrived; it stays where autograd left it until it is reduced or used."""
-        flat.gradients.append(self.charged(index, grad))
+        gradient = self.charged(index, grad)  # making room may put away what is there: the list is looked up after it
+        flat.gradients.append(gradient)
 
     def charged(self, index: int, grad: torch.Tensor) -> Gradient:
         """A gradient with its bytes counted in the device budget. It is there already, so it counts for 0 where no room can be made."""
