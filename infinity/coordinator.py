@@ -21,10 +21,12 @@ below it, as the stack ``_nodes`` shows.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -93,6 +95,8 @@ class Coordinator:
         self._suspended: list[Program | None] = []
         self._open: list[OpenVisit] = []
         self._root_depth = 0
+        self._root_frame: FrameType | None = None
+        """Where the outermost forward of the model runs."""
         self._root_units: list[Unit] = []
         """Units of which the model's own forward has an alias."""
         self._engine_backward = False
@@ -108,12 +112,23 @@ class Coordinator:
 
     # ---- programs ----
 
-    def enter_root(self) -> None:
-        """The model's forward begins."""
+    def is_interrupted(self) -> bool:
+        """Did a forward of the model begin that neither ended nor runs? A KeyboardInterrupt passes by the hooks that would have told."""
+        if self._root_frame is None or _graph_task() != -1:
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._root_frame:
+            frame = frame.f_back
+        return frame is None
+
+    def enter_root(self, frame: FrameType) -> None:
+        """The model's forward begins, in ``frame``."""
         if _graph_task() != -1:
             return
         self.end_plain_backward()
         self._root_depth += 1
+        if self._root_depth == 1:
+            self._root_frame = frame
         if not torch.is_grad_enabled():
             self._suspended.append(self._program)
             self._program = None
@@ -124,6 +139,7 @@ class Coordinator:
             return
         self._root_depth -= 1
         if self._root_depth == 0:
+            self._root_frame = None
             self._close_root()
         if not torch.is_grad_enabled() and self._suspended:
             self._end_program()
@@ -279,6 +295,7 @@ class Coordinator:
             while self._open:
                 self._close(self._open[-1])
             self._root_depth = 0
+            self._root_frame = None
             self._close_root()
             while self._suspended:
                 self._program = self._suspended.pop()

@@ -8,6 +8,7 @@ included. Full module backward hooks are not used: they break in-place functions
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -79,7 +80,10 @@ class Hooks:
         coordinator = self._coordinator
 
         def enter_root(module: nn.Module, args: Any) -> None:
-            coordinator.enter_root()
+            if coordinator.is_interrupted():
+                self.close_pairs()
+                coordinator.close_visits()
+            coordinator.enter_root(sys._getframe(1))
             self.push_pair()
 
         def leave_root(module: nn.Module, args: Any, output: Any) -> Any:

@@ -126,6 +126,10 @@ class ReleasedParameter(nn.Parameter):
             return _call(func, args, kwargs)
         if name in ("grad", "set:grad", "del:grad"):
             door, unit, flat, index = owners[0]
+            if torch._C._current_graph_task_id() != -1 and args[0] is flat.params[index]:
+                grad = _call(func, args, kwargs)  # a hook of the user's, while the gradient is still where autograd left it
+                if name != "grad" or grad is not None:
+                    return grad
             if name == "grad":
                 return door.read_grad(unit, flat, index)
             door.write_grad(unit, flat, index, args[1] if name == "set:grad" else None)
