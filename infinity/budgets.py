@@ -82,9 +82,11 @@ class Budgets:
             if flat.trainable:
                 gradients[flat.unit] = gradients.get(flat.unit, 0) + sum(place.numel for place in flat.params) * width
         owner = {id(param): unit.name for unit in found for _, param in unit.owned}
+        groups = {unit.path: {unit.name, *(owner[id(param)] for _, param in unit.borrowed)} for unit in found}
         needed, largest = 0, ""
         for unit in found:
-            group = {unit.name, *(owner[id(param)] for _, param in unit.borrowed)}
+            # the forwards of the modules around a unit's are open while its own runs
+            group = set().union(*(groups.get(path, set()) for path in _paths_around(unit.path)))
             nbytes = sum(gathered.get(name, 0) for name in group) + max(gradients.get(name, 0) for name in group)
             if nbytes >= needed:
                 needed, largest = nbytes, unit.name
@@ -120,6 +122,12 @@ class Budgets:
     def resident_planes(self, flat: FlatSpec) -> list[str]:
         """The planes of a flat parameter that rest on the device."""
         return [plane for plane in flat.grids if self.space_tier(flat.index, plane) == "none"]
+
+
+def _paths_around(path: str) -> list[str]:
+    """The paths of a module and of every module around it, the model's own included."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:end]) for end in range(len(parts) + 1)]
 
 
 def _resident_units(specs: Sequence[UnitSpec], threshold: int, total: int) -> set[str]:

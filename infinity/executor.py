@@ -300,9 +300,7 @@ class Executor:
         if victim is not None:
             self.release(victim)
             return True
-        freeing = next((unit for unit in self.units if self.step.can_free(unit)), None)
-        if freeing is not None:
-            self.step.reduce(freeing)
+        if any(self.step.put_away(unit) for unit in self.units if not unit.updated):
             return True
         if self._jobs or not self.flight.idle:
             self._wait()

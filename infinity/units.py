@@ -32,6 +32,8 @@ class FoundUnit:
     """A unit before any memory is given to it. ``owned`` and ``borrowed`` are (name in the model, parameter)."""
 
     name: str
+    path: str
+    """Of the module in the model; empty for the model itself."""
     module: nn.Module
     whole: bool
     """Is it the module's whole subtree, or only the parameters that the module owns itself?"""
@@ -85,11 +87,11 @@ def _walk(
     whole = (repeated and not isinstance(module, CONTAINERS)) or type(module).__name__ in classes or (name in names)
     if whole:
         seen.update(map(id, module.modules()))
-        yield FoundUnit(name or type(module).__name__, module, True), _named(name, module.named_parameters(remove_duplicate=False))
+        yield FoundUnit(name or type(module).__name__, name, module, True), _named(name, module.named_parameters(remove_duplicate=False))
         return
     own = _named(name, module.named_parameters(recurse=False))
     if own:
-        yield FoundUnit(name or type(module).__name__, module, False), own
+        yield FoundUnit(name or type(module).__name__, name, module, False), own
     for child_name, child in module.named_children():
         child_path = f"{name}.{child_name}" if name else child_name
         yield from _walk(child, child_path, seen, classes, names, repeated=isinstance(module, CONTAINERS))

@@ -112,9 +112,12 @@ class Step:
         """Has ``unit`` a gradient that no update has taken?"""
         return any(flat.gradients or (any(flat.has_grad) and flat.spec.index not in self._flat_updates) for flat in unit.flats)
 
-    def can_free(self, unit: Unit) -> bool:
-        """Would ``reduce`` free device memory?"""
-        return not unit.updated and any(flat.gradients and GRAD not in flat.planes for flat in unit.flats)
+    def put_away(self, unit: Unit) -> bool:
+        """Reduces every gradient that has fired, to free the memory it is in; False where there is none."""
+        flats = [flat for flat in unit.flats if flat.gradients]
+        for flat in flats:
+            self._reduce_flat(flat)
+        return bool(flats)
 
     def _reduce_flat(self, flat: FlatParam) -> None:
         gradients, flat.gradients = flat.gradients, []
