@@ -302,7 +302,7 @@ class Executor:
             return True
         freeing = next((unit for unit in self.units if self.step.can_free(unit)), None)
         if freeing is not None:
-            self.step.reduce(freeing)
+            self.step.reduce_all(freeing)
             return True
         if self._jobs or not self.flight.idle:
             self._wait()
@@ -313,7 +313,8 @@ class Executor:
 
     def take_gradient(self, flat: FlatParam, index: int, grad: torch.Tensor) -> None:
         """A gradient arrived; it stays where autograd left it until it is reduced or used."""
-        flat.gradients.append(self.charged(index, grad))
+        gradient = self.charged(index, grad)  # first, because making room may reduce what is in the list, and put another in its place
+        flat.gradients.append(gradient)
 
     def charged(self, index: int, grad: torch.Tensor) -> Gradient:
         """A gradient with its bytes counted in the device budget. It is there already, so it counts for 0 where no room can be made."""

@@ -108,13 +108,19 @@ class Step:
             if flat.gradients and not (GRAD in flat.planes and _is_direct(flat)):
                 self._reduce_flat(flat)
 
+    def reduce_all(self, unit: Unit) -> None:
+        """Adds every gradient that has fired to the running sums, so that its device memory is free once that is done."""
+        for flat in unit.flats:
+            if flat.gradients:
+                self._reduce_flat(flat)
+
     def has_pending(self, unit: Unit) -> bool:
         """Has ``unit`` a gradient that no update has taken?"""
         return any(flat.gradients or (any(flat.has_grad) and flat.spec.index not in self._flat_updates) for flat in unit.flats)
 
     def can_free(self, unit: Unit) -> bool:
-        """Would ``reduce`` free device memory?"""
-        return not unit.updated and any(flat.gradients and GRAD not in flat.planes for flat in unit.flats)
+        """Would ``reduce_all`` free device memory?"""
+        return not unit.updated and any(flat.gradients for flat in unit.flats)
 
     def _reduce_flat(self, flat: FlatParam) -> None:
         gradients, flat.gradients = flat.gradients, []
