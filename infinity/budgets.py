@@ -82,9 +82,11 @@ class Budgets:
             if flat.trainable:
                 gradients[flat.unit] = gradients.get(flat.unit, 0) + sum(place.numel for place in flat.params) * width
         owner = {id(param): unit.name for unit in found for _, param in unit.owned}
+        children = {id(unit.module): set(map(id, unit.module.modules())) for unit in found if not unit.whole}
         needed, largest = 0, ""
         for unit in found:
-            group = {unit.name, *(owner[id(param)] for _, param in unit.borrowed)}
+            open_too = [unit, *(other for other in found if id(unit.module) in children.get(id(other.module), ()) and other is not unit)]
+            group = {unit.name for unit in open_too} | {owner[id(param)] for unit in open_too for _, param in unit.borrowed}
             nbytes = sum(gathered.get(name, 0) for name in group) + max(gradients.get(name, 0) for name in group)
             if nbytes >= needed:
                 needed, largest = nbytes, unit.name
@@ -97,7 +99,7 @@ class Budgets:
             raise BudgetError(
                 f"memory.device is {format_bytes(self.device_bytes)}; this model needs at least {format_bytes(self.minimum_device_bytes)}: "
                 f"{format_bytes(resident_bytes)} rest there for good, "
-                f"and unit {largest!r} with its gradients needs {format_bytes(needed)}. "
+                f"and unit {largest!r} with its gradients, and with the units that are open around it, needs {format_bytes(needed)}. "
                 f"Raise memory.device to {self.minimum_device_bytes} bytes, or offload more.",
                 knob="memory.device",
                 needed_bytes=self.minimum_device_bytes,

@@ -313,7 +313,7 @@ class Executor:
 
     def take_gradient(self, flat: FlatParam, index: int, grad: torch.Tensor) -> None:
         """A gradient arrived; it stays where autograd left it until it is reduced or used."""
-        gradient = self.charged(index, grad)  # first, because making room may reduce what is in the list, and put another in its place
+        gradient = self.charged(index, grad)  # making room may put away what is there: the list is looked up after it
         flat.gradients.append(gradient)
 
     def charged(self, index: int, grad: torch.Tensor) -> Gradient:

@@ -535,3 +535,26 @@ def test_a_model_that_an_engine_has_is_refused_by_a_second_one(tmp_path: Path) -
     config = runs.engine_config(tmp_path)
     with infinity.Engine(model, config), pytest.raises(ModelError):
         infinity.Engine(model, config)
+
+
+class Outer(nn.Module):
+    """Owns a parameter, and has parts that own some: both are open at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((16,), 0.5))
+        self.first = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(torch.tanh(self.first(x) * self.scale)) * self.scale).square().mean()
+
+
+@overlaps
+def test_the_minimum_of_the_device_knows_units_inside_units(tmp_path: Path, overlap: str) -> None:
+    batches = [(torch.full((3, 16), 0.1 * i),) for i in range(4)]
+    make = functools.partial(models.build, Outer)
+    config = runs.engine_config(tmp_path, overlap=overlap)
+    config = runs.with_device(config, runs.least_device_bytes(make, config))
+    plain = runs.train(runs.PlainTrainer(make()), batches)
+    runs.assert_same(plain, runs.engine_run(make(), config, batches))
