@@ -81,16 +81,12 @@ class Coordinator:
         self.micro_step = 0
         self.updates_in_backward = False
         """Set by the engine for the backward that ends a fused step."""
-        self.backward_seen = False
-        """Has a backward run (or begun) since the last step?"""
         self.plain_backward_seen = False
         """Was one of them not ``engine.backward``?"""
         self.step_began_s: float | None = None
         """When the first event of this step came."""
         self.trains: Callable[[nn.Parameter], bool] = lambda param: True
         """Is a parameter in a parameter group?"""
-        self.awaiting_step = False
-        """Are there gradients, so that parameters wear the subclass until the step?"""
         self._traces: dict[Hashable, Trace] = {}
         self._said: set[Hashable] = set()
         self._program: Program | None = None
@@ -105,6 +101,8 @@ class Coordinator:
         self._users: dict[int, list[Any]] = {}
         self._touched: dict[int, set[tuple[FlatParam, int]]] = {}
         self._latest: Unit | None = None
+        self._left: dict[tuple[int, int], tuple[FlatParam, int]] = {}
+        """Gradients that stay on their parameters until the backward has ended."""
         executor.is_busy = self.is_busy
         executor.next_use = self.next_use
 
@@ -233,14 +231,10 @@ class Coordinator:
         self._use(unit)
 
     def open_gathered(self, unit: Unit) -> None:
-        """Keeps ``unit`` gathered until ``close_gathered``, outside any program."""
-        self.end_plain_backward()
-        unit.open_visits += 1
-        try:
-            self._use(unit)
-        except BaseException:
-            unit.open_visits -= 1
-            raise
+        """Keeps ``unit`` gathered until ``close_gathered``, outside any program, as ordinary parameters."""
+        self.hold(unit)
+        if unit.open_visits == 1:
+            unit.wear(nn.Parameter)
 
     def close_gathered(self, unit: Unit) -> None:
         """Ends ``open_gathered``."""
@@ -259,11 +253,25 @@ class Coordinator:
             self._leave_unit(unit)
 
     def _leave_unit(self, unit: Unit) -> None:
+        self.unhold(unit)
+        if unit.open_visits == 0:
+            unit.wear(ReleasedParameter)
+
+    def hold(self, unit: Unit) -> None:
+        """Keeps ``unit`` gathered for an operation outside every forward."""
+        self.end_plain_backward()
+        unit.open_visits += 1
+        try:
+            self.executor.gather(unit)
+        except BaseException:
+            unit.open_visits -= 1
+            raise
+
+    def unhold(self, unit: Unit) -> None:
+        """Ends ``hold``; what was written in place goes to where it rests."""
         unit.open_visits -= 1
         if unit.open_visits == 0:
             self.executor.write_back_modified(unit)
-            if self.awaiting_step or not unit.resident:
-                unit.wear(ReleasedParameter)
 
     def close_visits(self) -> None:
         """Closes what an interrupted forward left open; the engine calls it wherever no forward can be running."""
@@ -303,12 +311,21 @@ class Coordinator:
         """``engine.backward`` begins; ``fused``: a unit may be updated as soon as its recorded uses are over."""
         self.end_plain_backward()
         self.close_visits()
-        self.backward_seen = True
         self._engine_backward = True
-        self.updates_in_backward = self.executor.keeps_pages = fused and self.replaying
+        self.updates_in_backward = self.executor.keeps_pages = fused and self._repeats()
+
+    def _repeats(self) -> bool:
+        """Is this the backward of a known program, with the same parameters asking for gradients?"""
+        program = self._running()
+        with torch._C.DisableTorchFunctionSubclass():
+            program.seen.wanted = tuple(param.requires_grad for unit in self.units for flat in unit.flats for param in flat.params)
+        if program.mode is Mode.REPLAY and program.recorded is not None and program.recorded.wanted != program.seen.wanted:
+            program.mode = Mode.RECORD
+        return program.mode is Mode.REPLAY
 
     def end_backward(self) -> None:
         """A backward ended: every gradient is complete."""
+        self._take_left_gradients()
         self._forget_nodes()
         fused = self.updates_in_backward and self.replaying
         for unit in self.units:
@@ -317,7 +334,6 @@ class Coordinator:
         self.updates_in_backward = self.executor.keeps_pages = False
         self._engine_backward = False
         self._end_program()
-        self.await_step()
 
     def abort_backward(self) -> None:
         """A backward raised: what it left is as it is, and its recording is worth nothing."""
@@ -332,31 +348,24 @@ class Coordinator:
         """Notices that a ``loss.backward()`` of the user's has ended."""
         if self._plain_backward_open and _graph_task() == -1:
             self._plain_backward_open = False
-            self.end_backward()
-
-    def await_step(self) -> None:
-        """From now to the step, ``.grad`` is answered by the subclass on every parameter."""
-        self.awaiting_step = True
-        for unit in self.units:
-            if unit.open_visits == 0:
-                unit.wear(ReleasedParameter)
+            if self.plain_backward_seen:
+                self.end_backward()
+            else:  # torch.autograd.grad: nothing was accumulated, and the forward's own backward is still to come
+                self._forget_nodes()
 
     def end_step(self) -> None:
         """The step is over, or its gradients were dropped."""
-        self.awaiting_step = self.backward_seen = self.plain_backward_seen = False
+        self.plain_backward_seen = False
         self.micro_step = 0
         self.step_began_s = None
         self._program = None
         for unit in self.units:
             unit.updated = False
-            if unit.resident:
-                unit.wear(nn.Parameter)
 
     def wear_released(self) -> None:
-        """At the start: every parameter whose memory comes and goes wears the subclass."""
+        """At the start: every parameter wears the subclass until a forward of its unit begins."""
         for unit in self.units:
-            if not unit.resident:
-                unit.wear(ReleasedParameter)
+            unit.wear(ReleasedParameter)
 
     def check_fresh(self, flat: FlatParam) -> None:
         """Errors: StaleStepError when a backward asks for a unit that this step has updated already."""
@@ -406,6 +415,8 @@ class Coordinator:
         touched = self._touched.get(unit.index)
         if touched:
             touched.discard((flat, index))
+        if not self._engine_backward:
+            self.plain_backward_seen = True
         program = self._running()
         program.seen.accumulations[unit.index] += 1
         if self.trains(flat.params[index]):
@@ -415,6 +426,22 @@ class Coordinator:
         if program.mode is Mode.REPLAY and program.recorded is not None and program.recorded.used_up(program.seen, unit.index):
             self._complete(unit)
         self.executor.pump()
+
+    def leave_gradient(self, flat: FlatParam, index: int) -> None:
+        """A gradient arrived at a parameter that has hooks of the user's: it stays there until the backward has ended."""
+        self._enter_backward()
+        if not self._engine_backward:
+            self.plain_backward_seen = True
+        self._left.setdefault((flat.spec.index, index), (flat, index))
+
+    def _take_left_gradients(self) -> None:
+        left, self._left = self._left, {}
+        for flat, index in left.values():
+            param = flat.params[index]
+            with torch._C.DisableTorchFunctionSubclass():
+                grad, param.grad = param.grad, None
+            if grad is not None:
+                self.accumulate(flat, index, grad)
 
     def _complete(self, unit: Unit) -> None:
         if not self.is_busy(unit):
@@ -440,7 +467,7 @@ class Coordinator:
 
     def _enter_backward(self) -> None:
         if not self._engine_backward and not self._plain_backward_open and _graph_task() != -1:
-            self._plain_backward_open = self.backward_seen = self.plain_backward_seen = True
+            self._plain_backward_open = True
             self.updates_in_backward = False
             self._latest = None
 

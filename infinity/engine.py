@@ -96,8 +96,8 @@ class Engine:
         if taken:
             raise ModelError(f"parameter {taken[0]!r} belongs to another engine. Close that one first.")
         groups = parameter_groups(model, model_parameters)
-        for group in groups:
-            self._algorithm.validate_group({**self._algorithm.defaults, **group})
+        self.optimizer = EngineOptimizer(self, groups, self._algorithm)
+        self.optimizer.validate()
         budgets = Budgets(self.config, found, self._algorithm, kind)
 
         self._files = Files()
@@ -157,7 +157,6 @@ class Engine:
         self._finalizer = weakref.finalize(self, _release, os.getpid(), self._queue, self._backing, self._device, self._frames)
         self._finalizer.atexit = False
         self.layout = budgets.layout
-        self.optimizer = EngineOptimizer(self, groups, self._algorithm)
         self._group_index: dict[int, dict[str, Any]] = {}
         self._coordinator = Coordinator(self._units, self._executor)
         self._coordinator.trains = self._trains
@@ -240,6 +239,9 @@ class Engine:
         boundary = self._micro_of_step + 1 == steps
         scaled = loss / steps if steps > 1 and scale_wrt_gas else loss
         fused = boundary and not retain_graph and self.config.gradient_clipping == 0 and self.config.optimizer_overlap != "deferred"
+        fused = fused and not any(unit.open_visits for unit in self._units)
+        if fused:
+            self.optimizer.validate()
         self._check_frozen()
         self._coordinator.begin_backward(fused=fused)
         try:
@@ -271,6 +273,11 @@ class Engine:
         self._enter()
         self._coordinator.end_plain_backward()
         self._check_frozen()
+        held = [unit.name for unit in self._units if unit.open_visits]
+        if held:
+            raise InfinityError(
+                f"step() inside infinity.gathered(): {', '.join(held)} would change under the reader. Step after the block."
+            )
         updated = [unit for unit in self._units if unit.updated]
         waiting = [unit for unit in self._units if not unit.updated and self._executor.step.has_pending(unit)]
         if not updated and not waiting:
@@ -305,8 +312,9 @@ class Engine:
         if any(unit.updated for unit in self._units):
             return
         if any(self._executor.step.has_pending(unit) for unit in self._units):
+            self._finish_norm()
             self._executor.forget(self._units)
-        self._end_step()
+        self._norm = self._user_factor = None
 
     def train(self, mode: bool = True) -> Engine:
         """The module's ``train``."""
@@ -454,8 +462,16 @@ class Engine:
             logger.error("the engine failed: its weights cannot be trusted, and the model is left on the meta device.")
         elif not fits:
             logger.warning("the trained weights (%s) do not fit memory.host; the model is left on the meta device.", format_bytes(nbytes))
+        planes = None if failed or not fits else self._planes
+        error: InfinityError | None = None
         for unit in self._units:
-            weights.give_back(unit, None if failed or not fits else self._planes, self.device)
+            try:
+                weights.give_back(unit, planes, self.device)
+            except InfinityError as caught:  # a disk that fails: no parameter is left on memory that goes away
+                error, planes = caught, None
+                weights.give_back(unit, None, self.device)
+        if error is not None:
+            raise error
 
     def _release_resources(self) -> None:
         if self._finalizer is not None:

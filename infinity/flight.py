@@ -70,7 +70,7 @@ class Flight:
         try:
             self.store.settle(completions)
         except InfinityError as error:
-            if self.irrevocable:
+            if self.irrevocable or self.store.has_failed_chains:
                 self._failure = error
             raise
         finally:

@@ -82,9 +82,13 @@ class Hooks:
             coordinator.enter_root()
             self.push_pair()
 
-        def leave_root(module: nn.Module, args: Any, output: Any) -> None:
-            self.pop_pair()
-            coordinator.leave_root()
+        def leave_root(module: nn.Module, args: Any, output: Any) -> Any:
+            try:
+                own = self._own(output)
+            finally:
+                self.pop_pair()
+                coordinator.leave_root()
+            return own
 
         self._handles.append(root.register_forward_pre_hook(enter_root, prepend=True))
         for unit in units:
@@ -102,9 +106,13 @@ class Hooks:
                 raise
             self.push_pair()
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self.pop_pair()
-            coordinator.leave(unit)
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            try:
+                own = self._own(output)
+            finally:
+                self.pop_pair()
+                coordinator.leave(unit)
+            return own
 
         self._handles.append(unit.module.register_forward_pre_hook(reach))
         self._handles.append(unit.module.register_forward_hook(leave, always_call=True))
@@ -113,6 +121,20 @@ class Hooks:
                 for index, param in enumerate(flat.params):
                     arrived = self._arrival(flat, index)
                     self._handles.append(param.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+
+    def _own(self, output: Any) -> Any:
+        """``output`` with copies in place of aliases of parameters (learned positions, say), which would outlive their memory."""
+        if isinstance(output, torch.Tensor):
+            if output.layout is torch.strided and output.untyped_storage()._cdata in self._storages:
+                return output.clone()
+            return output
+        if type(output) in (tuple, list):
+            items = [self._own(item) for item in output]
+            return output if all(new is old for new, old in zip(items, output, strict=True)) else type(output)(items)
+        if type(output) is dict:
+            values = {key: self._own(value) for key, value in output.items()}
+            return output if all(values[key] is output[key] for key in output) else values
+        return output
 
     def _arrival(self, flat: FlatParam, index: int) -> Callable[[torch.Tensor], None]:
         # torch counts the dict of these hooks twice and shows it to the collector once, so what they hold is never collected with
@@ -124,12 +146,16 @@ class Hooks:
             if coordinator is None or flat is None:
                 return
             with torch._C.DisableTorchFunctionSubclass():
-                grad, param.grad = param.grad, None
-            if grad is None:
-                return
-            if grad.layout is not torch.strided:
-                name = flat.spec.params[index].spec.name
-                raise ModelError(f"parameter {name!r} got a sparse gradient; build its module with sparse=False.")
+                grad = param.grad
+                if grad is None:
+                    return
+                if grad.layout is not torch.strided:
+                    name = flat.spec.params[index].spec.name
+                    raise ModelError(f"parameter {name!r} got a sparse gradient; build its module with sparse=False.")
+                if len(param._post_accumulate_grad_hooks) > 1:  # a hook of the user's comes after this one
+                    coordinator.leave_gradient(flat, index)
+                    return
+                param.grad = None
             coordinator.accumulate(flat, index, grad)
 
         return arrived
@@ -138,9 +164,6 @@ class Hooks:
 
     def push_pair(self) -> None:
         """What is saved for backward from now on is told to the coordinator, if it lies on our storage."""
-        if not torch.is_grad_enabled():
-            self._pushed.append(False)
-            return
         below = torch._C._autograd._top_saved_tensors_default_hooks(False)
         owner = getattr(below[0], "__self__", None) if below is not None else None
         if isinstance(owner, SavedTensors) and owner.belongs_to(self._coordinator):

@@ -124,24 +124,24 @@ class ReleasedParameter(nn.Parameter):
         owners = [owner for param in _released(args, kwargs) if (owner := owner_of(param)) is not None]
         if not owners:
             return _call(func, args, kwargs)
-        door = owners[0][0]
         if name in ("grad", "set:grad", "del:grad"):
-            _, unit, flat, index = owners[0]
+            door, unit, flat, index = owners[0]
             if name == "grad":
                 return door.read_grad(unit, flat, index)
             door.write_grad(unit, flat, index, args[1] if name == "set:grad" else None)
             return None
-        for _, unit, flat, index in owners:
-            door.before_touch(unit, flat, index, name)
         result = refused = None
-        door.begin_operation()
+        begun: list[tuple[Door, Any]] = []
         try:
+            for door in {id(owner[0]): owner[0] for owner in owners}.values():
+                begun.append((door, door.begin_operation([owner[1:] for owner in owners if owner[0] is door], name)))
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
         finally:
+            given = {id(arg) for arg in (*args, *kwargs.values())}
             with torch._C.DisableTorchFunctionSubclass():
-                given = {id(arg) for arg in (*args, *kwargs.values())}
-                refused = door.end_operation([unit for _, unit, _, _ in owners], given, result)
+                for door, operation in reversed(begun):
+                    refused = door.end_operation(operation, given, result) or refused
         if refused is not None:
             del result  # an alias: who looks at the variables of a traceback would touch it
             refuse_alias([refused], name)
@@ -159,13 +159,10 @@ class Door:
         """``param.grad = grad``"""
         raise EngineClosedError("this engine has not been opened.")
 
-    def before_touch(self, unit: Unit, flat: FlatParam, index: int, name: str) -> None:
-        """Operation ``name`` will read or write a parameter."""
+    def begin_operation(self, touched: list[tuple[Unit, FlatParam, int]], name: str) -> Any:
+        """Operation ``name`` will read or write these parameters: their memory is there when this returns. What ``end_operation`` takes."""
 
-    def begin_operation(self) -> None:
-        """The operation runs now."""
-
-    def end_operation(self, units: list[Unit], given: set[int], result: Any) -> str | None:
+    def end_operation(self, operation: Any, given: set[int], result: Any) -> str | None:
         """It has run and gave ``result``, or raised (None); ``given`` are the ids of its arguments.
 
         Whose memory the result would hand out, if that must not be; nothing but the name, so that no traceback holds the alias.

@@ -274,6 +274,8 @@ class PageStore:
         self._bounce: mmap.mmap | None = None
         self._bounce_tasks: list[int] = []
         self._error: InfinityError | None = None
+        self.has_failed_chains = False
+        """Did a chain fail? Its pages stay CHAINED: nobody knows what they hold."""
 
         static = [key for key in range(n_pages) if not self._dynamic[key]]
         unmovable = sum(1 for key in range(n_pages) if self._dynamic[key] and self._slots[key] == _NO_SLOT)
@@ -892,7 +894,7 @@ class PageStore:
 
     def _end_chain(self, chain: Chain, status: int) -> None:
         if status < 0:
-            chain.failed = True
+            chain.failed = self.has_failed_chains = True
             return
         for key, event in chain._outcome:
             del self._chains[key]

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,21 +23,41 @@ from infinity.flat_param import FlatParam, Unit
 from infinity.hooks import Hooks
 from infinity.released import ALIASES, Door, refuse_alias
 
+_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"})
+
 
 class GradientSnapshot(torch.Tensor):
     """A copy of a gradient that rests elsewhere: it can be read; changing it in place would change nothing, so it raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"):
+        attribute: str = getattr(getattr(func, "__self__", None), "__name__", "")
+        in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or (name == "__set__" and attribute == "data")
+        if in_place or isinstance(kwargs.get("out"), cls):
             raise RuntimeError(
                 f"{name!r} on param.grad changes a copy: gradients rest outside the parameter. "
-                "Use infinity.clip_grad_norm_(engine, max_norm) "
-                "to clip, or assign param.grad = new_gradient."
+                "Use infinity.clip_grad_norm_(engine, max_norm) to clip, or assign param.grad = new_gradient."
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            if name == "numpy":
+                return args[0].clone().numpy()
+            result = func(*args, **kwargs)
+            shared = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, cls)}
+            if isinstance(result, torch.Tensor) and result.layout is torch.strided and result.untyped_storage()._cdata in shared:
+                return result.as_subclass(cls)
+        return result
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operation on parameters, while it runs."""
+
+    units: list[Unit]
+    outside: bool
+    """Does it run outside every unit's forward and every backward?"""
+    held: list[Unit] = field(default_factory=list)
 
 
 class EngineDoor(Door):
@@ -46,7 +67,6 @@ class EngineDoor(Door):
         self.coordinator = coordinator
         self.executor = executor
         self._hooks = hooks
-        self._outside: list[bool] = []
 
     def read_grad(self, unit: Unit, flat: FlatParam, index: int) -> torch.Tensor | None:
         """A snapshot of the gradient so far.
@@ -54,11 +74,13 @@ class EngineDoor(Door):
         Errors: ConsumedGradientError when it went into the weights during backward.
         """
         self.coordinator.end_plain_backward()
-        if unit.updated and self.coordinator.awaiting_step:
+        if unit.updated:
             name = flat.spec.params[index].spec.name
             raise ConsumedGradientError(
                 f"the gradient of {name!r} went into the weights during backward. Set optimizer_overlap to 'deferred' to read gradients."
             )
+        if not self.executor.step.has_pending(unit):
+            return None
         grad = self.executor.step.read_grad(unit, flat, index)
         return None if grad is None else grad.as_subclass(GradientSnapshot)
 
@@ -67,48 +89,57 @@ class EngineDoor(Door):
         self.coordinator.end_plain_backward()
         if grad is not None:
             grad = grad.as_subclass(torch.Tensor).detach().to(flat.dtype).clone()
-            self.coordinator.backward_seen = self.coordinator.plain_backward_seen = True
+            self.coordinator.plain_backward_seen = True
+            if not self.coordinator.trains(flat.params[index]):
+                return
+        self.executor.step.finish(unit)
         self.executor.step.write_grad(unit, flat, index, None if grad is None else self.executor.charged(index, grad))
 
-    def before_touch(self, unit: Unit, flat: FlatParam, index: int, name: str) -> None:
-        """Sees to it that the memory is there."""
-        if self.coordinator.in_visit:
-            self.coordinator.borrow(unit)
-        elif torch._C._current_graph_task_id() != -1:
-            self.coordinator.touch_in_backward(flat, index)
-        elif unit.resident:
-            self.executor.gather(unit)
-        else:
-            if name in ALIASES and self.coordinator.in_root:
-                self.coordinator.borrow_for_root(unit)
-            elif name in ALIASES:
-                refuse_alias([flat.spec.params[index].spec.name], name)
-            self.coordinator.end_plain_backward()
-            self.executor.gather(unit)
-
-    def begin_operation(self) -> None:
-        """What the operation saves for backward on our storage is told to us, unless a forward's pair stands already."""
-        outside = not self.coordinator.in_visit and torch._C._current_graph_task_id() == -1
-        self._outside.append(outside)
-        if outside:
+    def begin_operation(self, touched: list[tuple[Unit, FlatParam, int]], name: str) -> Operation:
+        """Sees to it that the memory is there, and that what is saved for backward on it is told to us."""
+        in_visit = self.coordinator.in_visit
+        in_backward = torch._C._current_graph_task_id() != -1
+        operation = Operation([unit for unit, _, _ in touched], outside=not in_visit and not in_backward)
+        try:
+            for unit, flat, index in touched:
+                if in_visit:
+                    self.coordinator.borrow(unit)
+                elif in_backward:
+                    self.coordinator.touch_in_backward(flat, index)
+                else:
+                    if name in ALIASES and not unit.resident:
+                        if not self.coordinator.in_root:
+                            refuse_alias([flat.spec.params[index].spec.name], name)
+                        self.coordinator.borrow_for_root(unit)
+                    self.coordinator.hold(unit)
+                    operation.held.append(unit)
+        except BaseException:
+            self._unhold(operation)
+            raise
+        if operation.outside:
             self._hooks.push_pair()
+        return operation
 
-    def end_operation(self, units: list[Unit], given: set[int], result: Any) -> str | None:
+    def end_operation(self, operation: Operation, given: set[int], result: Any) -> str | None:
         """Writes back what the operation changed; names the flat parameter of which it gave an alias, where that must not be."""
-        if not self._outside.pop():
+        if not operation.outside:
             return None
         self._hooks.pop_pair()
-        released = {flat.storage_id: (unit, flat) for unit in units if not unit.resident for flat in unit.flats}
-        for unit in units:
-            self.executor.write_back_modified(unit)
-        for tensor in _tensors(result):
-            if id(tensor) not in given and tensor.layout is torch.strided:
-                owner = released.get(tensor.untyped_storage()._cdata)
-                if owner is not None:
+        try:
+            released = {flat.storage_id: (unit, flat) for unit in operation.units if not unit.resident for flat in unit.flats}
+            for tensor in _tensors(result):
+                owner = released.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+                if owner is not None and id(tensor) not in given:
                     if not self.coordinator.in_root:
                         return owner[1].name
                     self.coordinator.borrow_for_root(owner[0])
-        return None
+            return None
+        finally:
+            self._unhold(operation)
+
+    def _unhold(self, operation: Operation) -> None:
+        while operation.held:
+            self.coordinator.unhold(operation.held.pop())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -110,6 +110,8 @@ def give_back(unit: Unit, planes: Planes | None, device: torch.device) -> None:
         for index, param in enumerate(flat.params):
             param.__class__ = nn.Parameter
             if planes is None:
+                if param.is_meta or param.untyped_storage()._cdata != flat.storage_id:
+                    continue
                 meta = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
                 swap_tensors(param, meta)  # type: ignore[no-untyped-call]
             else:

@@ -40,10 +40,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._algorithm.validate_group(group)
+        self.validate()
         self._owner().apply_step()
         return loss
+
+    def validate(self) -> None:
+        """Errors: ValueError for a group that cannot be used; the message names the hyper-parameter and what is allowed."""
+        for group in self.param_groups:
+            self._algorithm.validate_group(group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``engine.zero_grad()``."""

@@ -228,6 +228,7 @@ class Step:
                 for index in list(flat.grad_pages):
                     self._discard(flat, index)
         self._grad_tail.clear()
+        self.forget_norm()
 
     def _discard(self, flat: FlatParam, index: int) -> None:
         page = self._planes.page(flat, GRAD, index)

@@ -34,6 +34,8 @@ class Trace:
         self.forwards: Counter[int] = Counter()
         self.unpacks: Counter[int] = Counter()
         self.accumulations: Counter[int] = Counter()
+        self.wanted: tuple[bool, ...] = ()
+        """For each parameter: did it ask for a gradient when backward began?"""
         self._positions: dict[int, list[int]] = {}
 
     def append(self, visit: Visit) -> int:
