@@ -344,13 +344,16 @@ def test_a_device_budget_below_the_minimum_is_refused_with_the_number(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-def test_the_smallest_device_budget_that_is_not_refused_trains(tmp_path: Path) -> None:
-    batches = models.token_batches(4)
-    with pytest.raises(BudgetError) as refused:
-        infinity.Engine(models.build(models.GPT), runs.engine_config(tmp_path, device_memory=8192))
-    config = runs.engine_config(tmp_path, device_memory=refused.value.needed_bytes)
-    plain = runs.train(runs.PlainTrainer(models.build(models.GPT)), batches)
-    runs.assert_same(plain, runs.engine_run(models.build(models.GPT), config, batches))
+@overlaps
+@pytest.mark.parametrize(("param", "optimizer"), [(a, b) for a in ("none", "cpu", "nvme") for b in ("none", "cpu", "nvme")])
+def test_the_smallest_budgets_that_are_not_refused_train(tmp_path: Path, param: str, optimizer: str, overlap: str) -> None:
+    make = functools.partial(models.build, functools.partial(models.GPT, tied=True, checkpoint="non_reentrant"))
+    batches = models.token_batches(8)
+    config = runs.engine_config(tmp_path, param=param, optimizer=optimizer, accumulation=2, overlap=overlap)
+    config = runs.with_device(config, runs.least_device_bytes(make, config))
+    config = runs.with_host(config, runs.least_host_bytes(make, config))
+    plain = runs.train(runs.PlainTrainer(make(), accumulation=2), batches)
+    runs.assert_same(plain, runs.engine_run(make(), config, batches))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -532,3 +535,26 @@ def test_a_model_that_an_engine_has_is_refused_by_a_second_one(tmp_path: Path) -
     config = runs.engine_config(tmp_path)
     with infinity.Engine(model, config), pytest.raises(ModelError):
         infinity.Engine(model, config)
+
+
+class Outer(nn.Module):
+    """Owns a parameter, and has parts that own some: both are open at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((16,), 0.5))
+        self.first = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(torch.tanh(self.first(x) * self.scale)) * self.scale).square().mean()
+
+
+@overlaps
+def test_the_minimum_of_the_device_knows_units_inside_units(tmp_path: Path, overlap: str) -> None:
+    batches = [(torch.full((3, 16), 0.1 * i),) for i in range(4)]
+    make = functools.partial(models.build, Outer)
+    config = runs.engine_config(tmp_path, overlap=overlap)
+    config = runs.with_device(config, runs.least_device_bytes(make, config))
+    plain = runs.train(runs.PlainTrainer(make()), batches)
+    runs.assert_same(plain, runs.engine_run(make(), config, batches))

@@ -74,6 +74,58 @@ def test_with_room_for_everything_nothing_is_read_or_written_after_the_second_st
     assert after.write_bytes == before.write_bytes
 
 
+# ---- bytes ----
+
+BLOCKS = 6
+
+
+class Stack(nn.Module):
+    """Blocks whose planes fill their pages to the last byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.float().square().mean()
+
+
+def bytes_per_param(directory: Path, overlap: str) -> list[tuple[float, float]]:
+    """Bytes read and written per parameter in the third step and later ones, in bf16, with the least host and device memory."""
+
+    def make() -> nn.Module:
+        return models.build(Stack, torch.bfloat16)
+
+    config = runs.engine_config(directory, precision="bf16", overlap=overlap)
+    config = runs.with_device(config, runs.least_device_bytes(make, config))
+    config = runs.with_host(config, runs.least_host_bytes(make, config))
+    moved = []
+    with runs.EngineTrainer(make(), config) as trainer:
+        for _ in range(6):
+            before = trainer.engine.totals()
+            trainer.backward(trainer(torch.ones(4, 128, dtype=torch.bfloat16)))
+            trainer.step()
+            trainer.engine.finish()
+            spent = trainer.engine.totals().since(before)
+            numel = BLOCKS * 128 * 128
+            moved.append((spent.read_bytes / numel, spent.write_bytes / numel))
+    return moved[2:]
+
+
+def test_a_fused_step_with_nothing_cached_reads_16_and_writes_12_bytes_per_parameter_at_most(tmp_path: Path) -> None:
+    for read, written in bytes_per_param(tmp_path, "fused"):
+        assert 14 <= read <= 16
+        assert written == 12
+
+
+def test_a_deferred_step_spills_its_gradient_once_where_there_is_no_room_for_it(tmp_path: Path) -> None:
+    for read, written in bytes_per_param(tmp_path, "deferred"):
+        assert 18 <= read <= 20
+        assert written <= 16
+
+
 # ---- nothing stays behind ----
 
 

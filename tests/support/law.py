@@ -26,7 +26,7 @@ BACKENDS = ("threads", "uring")
 THREADS = (1, 2, 4)
 OVERLAPS = ("deferred", "fused")
 DEVICES = ("cpu", "simulated")
-DEVICE_BUDGETS = ("tight", "all")
+DEVICE_BUDGETS = ("minimum", "all")
 
 STEPS = 10
 UNUSED = "-"
@@ -82,7 +82,7 @@ def legs(*, uring: bool) -> list[Leg]:
     ):
         hosts = HOSTS if "nvme" in placement else ("minimum", "all") if "cpu" in placement else (UNUSED,)
         backends = (BACKENDS if uring else BACKENDS[:1]) if "nvme" in placement else (UNUSED,)
-        if placement[0] == "none" and device_memory == "tight":
+        if placement[0] == "none" and device_memory == "minimum":
             continue  # nothing is gathered: the least is all
         for host, backend in itertools.product(hosts, backends):
             found.append(Leg(workload, placement, page, host, backend, threads, overlap, device, device_memory))
@@ -128,8 +128,10 @@ def run(leg: Leg, directory: Path) -> runs.Outcome:
         page=leg.page,
         backend="threads" if leg.backend == UNUSED else leg.backend,
         threads=leg.threads,
-        device_memory="16MiB" if leg.device_memory == "tight" else "128MiB",
+        device_memory="128MiB",
     )
+    if leg.device_memory == "minimum":
+        config = runs.with_device(config, runs.least_device_bytes(work.make, config, leg.device))
     if leg.host != UNUSED:
         least = runs.least_host_bytes(work.make, config, leg.device)
         useful = max(least, runs.useful_host_bytes(work.make, config, leg.device))

@@ -335,12 +335,26 @@ def with_host(config: Mapping[str, Any], host_bytes: int) -> dict[str, Any]:
     return {**config, "memory": {**config["memory"], "host": host_bytes}}
 
 
+def with_device(config: Mapping[str, Any], device_bytes: int | str) -> dict[str, Any]:
+    """``config`` with another device budget."""
+    return {**config, "memory": {**config["memory"], "device": device_bytes}}
+
+
 def least_host_bytes(make: Callable[[], nn.Module], config: Mapping[str, Any], device: str = "cpu") -> int:
     """The smallest host budget that the engine takes, by its own word."""
+    return _refused(make, with_host(config, 4096), device, "memory.host")
+
+
+def least_device_bytes(make: Callable[[], nn.Module], config: Mapping[str, Any], device: str = "cpu") -> int:
+    """The smallest device budget that the engine takes, by its own word."""
+    return _refused(make, with_device(config, 4096), device, "memory.device")
+
+
+def _refused(make: Callable[[], nn.Module], config: Mapping[str, Any], device: str, knob: str) -> int:
     try:
-        infinity.Engine(make(), with_host(config, 4096), device=device).close()
+        infinity.Engine(make(), config, device=device).close()
     except BudgetError as error:
-        if error.knob != "memory.host":
+        if error.knob != knob:
             raise
         return error.needed_bytes
     return 4096
