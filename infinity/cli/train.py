@@ -17,7 +17,7 @@ def command(
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.", rich_help_panel="Model")] = 8,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads of a block; divides the width.", rich_help_panel="Model")] = 8,
     width: Annotated[int, typer.Option(min=1, help="Width of the model.", rich_help_panel="Model")] = 512,
-    context: Annotated[int, typer.Option(min=1, help="Bytes of text that the model sees at once.", rich_help_panel="Model")] = 128,
+    context: Annotated[int, typer.Option(min=1, help="Bytes of text that the model sees at once.", rich_help_panel="Model")] = 64,
     meta: Annotated[
         bool,
         typer.Option(
