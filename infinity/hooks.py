@@ -177,6 +177,12 @@ class Hooks:
         torch._C._autograd._push_saved_tensors_default_hooks(pair.pack, pair.unpack)
         self._pushed.append(True)
 
+    def is_foreign_pair_on_top(self) -> bool:
+        """Does someone else, a checkpoint that recomputes, keep what is saved for backward now?"""
+        below = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        owner = getattr(below[0], "__self__", None) if below is not None else None
+        return below is not None and not (isinstance(owner, SavedTensors) and owner.belongs_to(self._coordinator))
+
     def pop_pair(self) -> None:
         """Ends the latest ``push_pair``."""
         if self._pushed and self._pushed.pop():

@@ -105,7 +105,10 @@ class EngineDoor(Door):
                 if in_visit:
                     self.coordinator.borrow(unit)
                 elif in_backward:
-                    self.coordinator.touch_in_backward(flat, index)
+                    if flat.params[index].requires_grad or self._hooks.is_foreign_pair_on_top():
+                        self.coordinator.touch_in_backward(flat, index)
+                    else:
+                        self.coordinator.unpack(flat)  # no gradient will come; the current node uses what is saved
                 else:
                     if name in ALIASES and not unit.resident:
                         if not self.coordinator.in_root:

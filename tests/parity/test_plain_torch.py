@@ -148,6 +148,11 @@ def test_checkpoints_inside_a_forward(tmp_path: Path, precision: str, checkpoint
     check(tmp_path, precision=precision, overlap=overlap, checkpoint=checkpoint, around="inside")
 
 
+@both_overlaps
+def test_a_frozen_block_recomputed_inside_its_forward_is_let_go_when_its_node_has_ended(tmp_path: Path, overlap: str) -> None:
+    check(tmp_path, precision="fp32", overlap=overlap, checkpoint="reentrant", around="inside", frozen_blocks=(2, 3))
+
+
 @both_checkpoints
 def test_everything_at_once(tmp_path: Path, checkpoint: models.Checkpoint) -> None:
     plain, found = check(
