@@ -118,7 +118,7 @@ class Engine:
                 backend=aio.backend,
                 queue_depth=aio.queue_depth,
                 block_nbytes=aio.block_size,
-                workers=_workers(self.config),
+                workers=_workers(self.config, kind),
                 io_threads=aio.intra_op_parallelism,
             )
             if budgets.n_slots:
@@ -611,8 +611,11 @@ def _device_kind(device: str) -> DeviceKind:
     return device  # type: ignore[return-value]
 
 
-def _workers(config: Config) -> int:
-    return 1 if config.optimizer_threads == "auto" else config.optimizer_threads
+def _workers(config: Config, kind: DeviceKind) -> int:
+    if config.optimizer_threads != "auto":
+        return config.optimizer_threads
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // 2 if kind == "cuda" else cores // 4)  # where compute is the cores', most are left to it
 
 
 def _cast(value: Any) -> Any:
