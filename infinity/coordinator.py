@@ -14,8 +14,8 @@ Kept here:
 * no unit is used in a backward that has already updated it (P7): ``StaleStepError``.
 
 [Note: when a node of autograd has ended] Events name the current node of the current graph task. A node that was seen is over as soon
-as a later event of the same graph task names another one. A node that runs a backward of its own (reentrant checkpoint) stays open
-below it, as the stack ``_nodes`` shows.
+as a later event of the same graph task names another one, or that task has ended. A node that runs a backward of its own (reentrant
+checkpoint) stays open below it, as the stack ``_nodes`` shows.
 """
 
 from __future__ import annotations
@@ -490,12 +490,18 @@ class Coordinator:
 
     def _note_node(self) -> Any:
         task, node = _graph_task(), torch._C._current_autograd_node()
+        if task != -1 and all(open_task != task for open_task, _ in self._nodes):
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._close_task(task))
+        self._close_task(task)
+        self._nodes.append((task, node))
+        return node
+
+    def _close_task(self, task: int) -> None:
+        """The node of ``task`` that was open is over, and so is all that ran below it."""
         for position, (open_task, _) in enumerate(self._nodes):
             if open_task == task:
                 del self._nodes[position:]
-                break
-        self._nodes.append((task, node))
-        return node
+                return
 
     def _forget_nodes(self) -> None:
         self._nodes.clear()

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -152,7 +153,8 @@ class Engine:
             )
         except BaseException:
             if bound:
-                self._give_back()
+                with contextlib.suppress(InfinityError):  # what went wrong first says more
+                    self._give_back(failed=self._flight.failure is not None)
             self._release_resources()
             raise
         self._finalizer = weakref.finalize(self, _release, os.getpid(), self._queue, self._backing, self._device, self._frames)

@@ -45,6 +45,8 @@ class GatherJob:
     issued: int = 0
     copies_left: int = 0
     """Copy tasks in the queue that have not ended."""
+    failed: bool = False
+    """Did one of them not copy? All are made again."""
     tickets: list[tuple[Ticket, PageId]] = field(default_factory=list)
     """Copies that the device itself makes, and the pages held for them."""
 
@@ -102,6 +104,12 @@ class Executor:
         self.step.pump()
 
     def _wait(self) -> None:
+        """Lets something come: waits for what is in flight, or, when nothing is, issues anew the gathers whose reads failed."""
+        if self.flight.idle:
+            n_jobs = len(self._jobs)
+            self.pump()
+            if len(self._jobs) < n_jobs:
+                return
         self.flight.wait_any()
         self.pump()
 
@@ -190,11 +198,14 @@ class Executor:
             return job
 
     def _advance(self, job: GatherJob) -> None:
+        if job.failed and not job.copies_left:
+            job.failed, job.issued = False, 0
         if self._device.copies_in_queue:
             self._issue_copies(job)
         else:
             self._issue_device_copies(job)
-        if job.issued == len(job.pieces) and not job.copies_left and not job.tickets and job.unit.state is UnitState.GATHERING:
+        complete = job.issued == len(job.pieces) and not job.copies_left and not job.tickets and not job.failed
+        if complete and job.unit.state is UnitState.GATHERING:
             job.unit.state = UnitState.GATHERED
             del self._jobs[job.unit.index]
 
@@ -220,8 +231,12 @@ class Executor:
                 def copied() -> None:
                     job.copies_left -= 1
 
+                def failed() -> None:
+                    job.copies_left -= 1
+                    job.failed = True
+
                 for handle in handles:
-                    self.flight.track(first - 1 - handle, copied)
+                    self.flight.track(first - 1 - handle, copied, failed)
             if short:
                 self.step.spill()
 

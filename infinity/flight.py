@@ -18,6 +18,8 @@ from infinity.task_queue import Batch, TaskQueue
 IN_FLIGHT = frozenset({PageState.FETCHING, PageState.WRITING, PageState.CHAINED})
 """States in which a page is in the hands of the queue."""
 
+_NOTHING = (None, None)
+
 
 class Bookkeeping:
     """A stretch of code that must not be cut in half: what cuts it, a KeyboardInterrupt say, stops the engine for good."""
@@ -44,7 +46,7 @@ class Flight:
         """Is an update in flight? A failure then leaves weights that nobody can trust."""
         self.on_idle: Callable[[], bool] = lambda: False
         """What may still bring something when the queue has nothing in flight (copies of the device); False when nothing can."""
-        self._when_done: dict[int, Callable[[], None] | None] = {}
+        self._when_done: dict[int, tuple[Callable[[], None] | None, Callable[[], None] | None]] = {}
         self._failure: BaseException | None = None
         self.bookkeeping = Bookkeeping(self)
 
@@ -60,9 +62,9 @@ class Flight:
         self.store.submitted(first)
         return first
 
-    def track(self, task: int, done: Callable[[], None] | None = None) -> None:
-        """Counts ``task`` as the end of a piece of work; ``done`` is called once it has ended well."""
-        self._when_done[task] = done
+    def track(self, task: int, done: Callable[[], None] | None = None, failed: Callable[[], None] | None = None) -> None:
+        """Counts ``task`` as the end of a piece of work; ``done`` is called once it has ended well, ``failed`` when it did not."""
+        self._when_done[task] = done, failed
 
     def submit_work(self, batch: Batch, last: int, done: Callable[[], None] | None = None) -> int:
         """Hands a batch over whose work ends with the task of handle ``last``; its id."""
@@ -82,8 +84,9 @@ class Flight:
                 return
             actions = []
             for completion in completions:
-                action = self._when_done.pop(completion.id, None)
-                if action is not None and completion.status == 0:
+                done, failed = self._when_done.pop(completion.id, _NOTHING)
+                action = done if completion.status == 0 else failed
+                if action is not None:
                     actions.append(action)
             try:
                 self.store.settle(completions)

@@ -73,7 +73,8 @@ class Hooks:
         self._coordinator = coordinator
         self._handles: list[Any] = []
         self._storages = {flat.storage_id: flat for unit in units for flat in unit.flats}
-        self._pushed: list[bool] = []
+        self._pushed: list[tuple[object, bool]] = []
+        """For whom ``push_pair`` was called, and did it push one?"""
         self._attach(root, units)
 
     def _attach(self, root: nn.Module, units: list[Unit]) -> None:
@@ -84,13 +85,13 @@ class Hooks:
                 self.close_pairs()
                 coordinator.close_visits()
             coordinator.enter_root(sys._getframe(1))
-            self.push_pair()
+            self.push_pair(root)
 
         def leave_root(module: nn.Module, args: Any, output: Any) -> Any:
             try:
                 own = self._own(output)
             finally:
-                self.pop_pair()
+                self.pop_pair(root)
                 coordinator.leave_root()
             return own
 
@@ -106,15 +107,15 @@ class Hooks:
             try:
                 coordinator.reach(unit)
             except BaseException:
-                self._pushed.append(False)  # the forward hook runs all the same
+                self._pushed.append((unit, False))  # the forward hook runs all the same
                 raise
-            self.push_pair()
+            self.push_pair(unit)
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             try:
                 own = self._own(output)
             finally:
-                self.pop_pair()
+                self.pop_pair(unit)
                 coordinator.leave(unit)
             return own
 
@@ -166,16 +167,15 @@ class Hooks:
 
     # ---- the saved-tensor pair ----
 
-    def push_pair(self) -> None:
+    def push_pair(self, owner: object) -> None:
         """What is saved for backward from now on is told to the coordinator, if it lies on our storage."""
         below = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        owner = getattr(below[0], "__self__", None) if below is not None else None
-        if isinstance(owner, SavedTensors) and owner.belongs_to(self._coordinator):
-            self._pushed.append(False)
-            return
-        pair = SavedTensors(self._coordinator, self._storages, below)
-        torch._C._autograd._push_saved_tensors_default_hooks(pair.pack, pair.unpack)
-        self._pushed.append(True)
+        on_top = getattr(below[0], "__self__", None) if below is not None else None
+        ours = isinstance(on_top, SavedTensors) and on_top.belongs_to(self._coordinator)
+        if not ours:
+            pair = SavedTensors(self._coordinator, self._storages, below)
+            torch._C._autograd._push_saved_tensors_default_hooks(pair.pack, pair.unpack)
+        self._pushed.append((owner, not ours))
 
     def is_foreign_pair_on_top(self) -> bool:
         """Does someone else, a checkpoint that recomputes, keep what is saved for backward now?"""
@@ -183,15 +183,22 @@ class Hooks:
         owner = getattr(below[0], "__self__", None) if below is not None else None
         return below is not None and not (isinstance(owner, SavedTensors) and owner.belongs_to(self._coordinator))
 
-    def pop_pair(self) -> None:
-        """Ends the latest ``push_pair``."""
-        if self._pushed and self._pushed.pop():
+    def pop_pair(self, owner: object) -> None:
+        """Ends the latest ``push_pair`` of ``owner`` and all after it; nothing where there was none: a pre-hook of the user's raised."""
+        if any(pushed_by is owner for pushed_by, _ in self._pushed):
+            while self._pop() is not owner:
+                pass
+
+    def _pop(self) -> object:
+        owner, pushed = self._pushed.pop()
+        if pushed:
             torch._C._autograd._pop_saved_tensors_default_hooks()
+        return owner
 
     def close_pairs(self) -> None:
         """Takes off what an interrupted forward left pushed."""
         while self._pushed:
-            self.pop_pair()
+            self._pop()
 
     def detach(self) -> None:
         """Takes every hook off."""

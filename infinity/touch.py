@@ -127,14 +127,14 @@ class EngineDoor(Door):
             self._unhold(operation)
             raise
         if operation.outside:
-            self._hooks.push_pair()
+            self._hooks.push_pair(operation)
         return operation
 
     def end_operation(self, operation: Operation, given: set[int], result: Any) -> str | None:
         """Writes back what the operation changed; names the flat parameter of which it gave an alias, where that must not be."""
         if not operation.outside:
             return None
-        self._hooks.pop_pair()
+        self._hooks.pop_pair(operation)
         try:
             released = {flat.storage_id: (unit, flat) for unit in operation.units if not unit.resident for flat in unit.flats}
             for tensor in _tensors(result):
