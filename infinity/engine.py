@@ -27,7 +27,7 @@ from infinity.budgets import Budgets
 from infinity.comm import open_comm
 from infinity.config import Config, load_config
 from infinity.coordinator import Coordinator
-from infinity.errors import EngineClosedError, InfinityError, ModelError, NotYetError
+from infinity.errors import ConsumedGradientError, EngineClosedError, InfinityError, ModelError, NotYetError
 from infinity.executor import Executor
 from infinity.figures import StepMetrics, Totals
 from infinity.flat_param import FlatParam, Unit
@@ -96,6 +96,7 @@ class Engine:
         if taken:
             raise ModelError(f"parameter {taken[0]!r} belongs to another engine. Close that one first.")
         groups = parameter_groups(model, model_parameters)
+        self._group_index: dict[int, dict[str, Any]] = {}
         self.optimizer = EngineOptimizer(self, groups, self._algorithm)
         self.optimizer.validate()
         budgets = Budgets(self.config, found, self._algorithm, kind)
@@ -117,7 +118,7 @@ class Engine:
                 backend=aio.backend,
                 queue_depth=aio.queue_depth,
                 block_nbytes=aio.block_size,
-                workers=_workers(self.config),
+                workers=_workers(self.config, kind),
                 io_threads=aio.intra_op_parallelism,
             )
             if budgets.n_slots:
@@ -157,7 +158,6 @@ class Engine:
         self._finalizer = weakref.finalize(self, _release, os.getpid(), self._queue, self._backing, self._device, self._frames)
         self._finalizer.atexit = False
         self.layout = budgets.layout
-        self._group_index: dict[int, dict[str, Any]] = {}
         self._coordinator = Coordinator(self._units, self._executor)
         self._coordinator.trains = self._trains
         self._hooks = Hooks(self._coordinator, model, self._units)
@@ -310,7 +310,10 @@ class Engine:
         self._enter()
         self._coordinator.end_plain_backward()
         if any(unit.updated for unit in self._units):
-            return
+            raise ConsumedGradientError(
+                "zero_grad() between backward and step: the gradients went into the weights during backward. "
+                "Set optimizer_overlap to 'deferred' to be able to drop them."
+            )
         if any(self._executor.step.has_pending(unit) for unit in self._units):
             self._finish_norm()
             self._executor.forget(self._units)
@@ -508,14 +511,23 @@ class Engine:
         """Is ``param`` in a group? Called when a gradient arrives; the first of a step closes the one before."""
         if self._pending is not None:
             self._finish_norm()
+        if self._user_factor is not None:
+            raise InfinityError("another gradient arrived after clip_grad_norm_(): clip after the last backward, just before step().")
+        return id(param) in self._groups_by_param()
+
+    def _groups_by_param(self) -> dict[int, dict[str, Any]]:
         if not self._group_index:
             self._group_index = {id(member): group for group in self.optimizer.param_groups for member in group["params"]}
-        return id(param) in self._group_index
+        return self._group_index
+
+    def groups_changed(self) -> None:
+        """The optimizer has other groups, or other objects for them, than before."""
+        self._group_index = {}
 
     def _group_of(self, flat: FlatParam, index: int) -> dict[str, Any]:
         if self._groups_seen is None and self._coordinator.updates_in_backward:
             self._groups_seen = hyper_parameters(self.optimizer)
-        return self._group_index[id(flat.params[index])]
+        return self._groups_by_param()[id(flat.params[index])]
 
     def _close_step(self, factor: float) -> None:
         now, totals = time.perf_counter(), self.totals()
@@ -599,8 +611,11 @@ def _device_kind(device: str) -> DeviceKind:
     return device  # type: ignore[return-value]
 
 
-def _workers(config: Config) -> int:
-    return 1 if config.optimizer_threads == "auto" else config.optimizer_threads
+def _workers(config: Config, kind: DeviceKind) -> int:
+    if config.optimizer_threads != "auto":
+        return config.optimizer_threads
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // 2 if kind == "cuda" else cores // 4)  # where compute is the cores', most are left to it
 
 
 def _cast(value: Any) -> Any:

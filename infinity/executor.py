@@ -86,6 +86,7 @@ class Executor:
         self._last_used: dict[int, int] = {}
         self._clock = 0
         step.open_units(units)
+        flight.on_idle = self._finish_device_copies
 
     def unit_of(self, flat: FlatParam) -> Unit:
         """The unit that owns ``flat``."""
@@ -101,14 +102,17 @@ class Executor:
         self.step.pump()
 
     def _wait(self) -> None:
-        if self.flight.idle:
-            ticket = next((job.tickets[0][0] for job in self._jobs.values() if job.tickets), None)
-            if ticket is not None:
-                self._device.wait(ticket)
-                self.pump()
-                return
         self.flight.wait_any()
         self.pump()
+
+    def _finish_device_copies(self) -> bool:
+        """Waits for a copy that the device itself makes, so that its page can be had; False where there is none."""
+        job = next((job for job in self._jobs.values() if job.tickets), None)
+        if job is None:
+            return False
+        self._device.wait(job.tickets[0][0])
+        self._advance(job)
+        return True
 
     def finish(self) -> None:
         """Waits until nothing is in flight and nothing is waiting to be issued."""
@@ -167,22 +171,23 @@ class Executor:
         return True
 
     def _begin(self, unit: Unit) -> GatherJob:
-        pieces = []
-        for flat in unit.flats:
-            if flat.range is None:
-                continue
-            if not flat.range.fill():
-                raise InfinityError(f"unit {unit.name!r}: the device has less room than it said, a fault of infinity.")
-            width = flat.dtype.itemsize
-            for index in range(flat.spec.page_count(PARAM)):
-                begin, end = flat.spec.page_elems(PARAM, index)
-                page = self._planes.page(flat, PARAM, index)
-                if self.keeps_pages and flat.spec.trainable:
-                    self._store.keep(page)
-                pieces.append(Piece(flat, page, begin * width, (end - begin) * width))
-        unit.state = UnitState.GATHERING
-        job = self._jobs[unit.index] = GatherJob(unit, pieces)
-        return job
+        with self.flight.bookkeeping:
+            pieces = []
+            for flat in unit.flats:
+                if flat.range is None:
+                    continue
+                if not flat.range.fill():
+                    raise InfinityError(f"unit {unit.name!r}: the device has less room than it said, a fault of infinity.")
+                width = flat.dtype.itemsize
+                for index in range(flat.spec.page_count(PARAM)):
+                    begin, end = flat.spec.page_elems(PARAM, index)
+                    page = self._planes.page(flat, PARAM, index)
+                    if self.keeps_pages and flat.spec.trainable:
+                        self._store.keep(page)
+                    pieces.append(Piece(flat, page, begin * width, (end - begin) * width))
+            unit.state = UnitState.GATHERING
+            job = self._jobs[unit.index] = GatherJob(unit, pieces)
+            return job
 
     def _advance(self, job: GatherJob) -> None:
         if self._device.copies_in_queue:
@@ -194,72 +199,75 @@ class Executor:
             del self._jobs[job.unit.index]
 
     def _issue_copies(self, job: GatherJob) -> None:
-        batch = Batch()
-        handles = []
-        short = False
-        for piece in job.pieces[job.issued :]:
-            if self._store.state(piece.page) is PageState.ABSENT and self._store.fetch(piece.page, batch) is None:
-                short = True
-                break
-            assert piece.flat.range is not None
-            args = pack_copy(piece.flat.range.address + piece.offset, self._store.address(piece.page), piece.nbytes)
-            handle = batch.kernel(Kernel.COPY, args, self._store.after(piece.page))
-            self._store.use(piece.page, handle)
-            handles.append(handle)
-        if handles:
-            job.issued += len(handles)
-            job.copies_left += len(handles)
-            first = self.flight.submit(batch)
-
-            def copied() -> None:
-                job.copies_left -= 1
-
-            for handle in handles:
-                self.flight.track(first - 1 - handle, copied)
-        if short:
-            self.step.spill()
-
-    def _issue_device_copies(self, job: GatherJob) -> None:
-        for ticket, page in list(job.tickets):
-            if self._device.done(ticket):
-                self._device.order(ticket)
-                job.tickets.remove((ticket, page))
-                self._store.unhold(page)
-        while job.issued < len(job.pieces):
-            piece = job.pieces[job.issued]
-            if self._store.state(piece.page) not in (PageState.CLEAN, PageState.DIRTY, PageState.WRITING):
-                break
-            assert piece.flat.range is not None
-            self._store.hold(piece.page)
-            address = self._store.address(piece.page)
-            job.tickets.append((self._device.copy_to_device(piece.flat.range.tensor, piece.offset, address, piece.nbytes), piece.page))
-            job.issued += 1
-        batch = Batch()
-        handles = []
-        short = False
-        for piece in job.pieces[job.issued :]:
-            if self._store.state(piece.page) is PageState.ABSENT:
-                handle = self._store.fetch(piece.page, batch)
-                if handle is None:
+        with self.flight.bookkeeping:
+            batch = Batch()
+            handles = []
+            short = False
+            for piece in job.pieces[job.issued :]:
+                if self._store.state(piece.page) is PageState.ABSENT and self._store.fetch(piece.page, batch) is None:
                     short = True
                     break
+                assert piece.flat.range is not None
+                args = pack_copy(piece.flat.range.address + piece.offset, self._store.address(piece.page), piece.nbytes)
+                handle = batch.kernel(Kernel.COPY, args, self._store.after(piece.page))
+                self._store.use(piece.page, handle)
                 handles.append(handle)
-        if handles:
-            first = self.flight.submit(batch)
-            for handle in handles:
-                self.flight.track(first - 1 - handle)
-        if short:
-            self.step.spill()
+            if handles:
+                job.issued += len(handles)
+                job.copies_left += len(handles)
+                first = self.flight.submit(batch)
+
+                def copied() -> None:
+                    job.copies_left -= 1
+
+                for handle in handles:
+                    self.flight.track(first - 1 - handle, copied)
+            if short:
+                self.step.spill()
+
+    def _issue_device_copies(self, job: GatherJob) -> None:
+        with self.flight.bookkeeping:
+            for ticket, page in list(job.tickets):
+                if self._device.done(ticket):
+                    self._device.order(ticket)
+                    job.tickets.remove((ticket, page))
+                    self._store.unhold(page)
+            while job.issued < len(job.pieces):
+                piece = job.pieces[job.issued]
+                if self._store.state(piece.page) not in (PageState.CLEAN, PageState.DIRTY, PageState.WRITING):
+                    break
+                assert piece.flat.range is not None
+                self._store.hold(piece.page)
+                address = self._store.address(piece.page)
+                job.tickets.append((self._device.copy_to_device(piece.flat.range.tensor, piece.offset, address, piece.nbytes), piece.page))
+                job.issued += 1
+            batch = Batch()
+            handles = []
+            short = False
+            for piece in job.pieces[job.issued :]:
+                if self._store.state(piece.page) is PageState.ABSENT:
+                    handle = self._store.fetch(piece.page, batch)
+                    if handle is None:
+                        short = True
+                        break
+                    handles.append(handle)
+            if handles:
+                first = self.flight.submit(batch)
+                for handle in handles:
+                    self.flight.track(first - 1 - handle)
+            if short:
+                self.step.spill()
 
     def release(self, unit: Unit) -> None:
         """Gives the memory behind the unit's parameters back; their pages know everything that is worth knowing."""
-        if unit.state is not UnitState.GATHERED or unit.resident:
-            return
-        for flat in unit.flats:
-            if flat.range is not None:
-                flat.range.drain()
-        unit.state = UnitState.SHARDED
-        self._ahead.discard(unit.index)
+        with self.flight.bookkeeping:
+            if unit.state is not UnitState.GATHERED or unit.resident:
+                return
+            for flat in unit.flats:
+                if flat.range is not None:
+                    flat.range.drain()
+            unit.state = UnitState.SHARDED
+            self._ahead.discard(unit.index)
 
     def _live_numel(self) -> int:
         return sum(unit.numel for unit in self.units if unit.state is not UnitState.SHARDED)
@@ -332,8 +340,9 @@ class Executor:
         unit.updated = True
         while unit.index in self._jobs:
             self._wait()
-        self.step.update(unit, grad_factor)
-        self.release(unit)
+        with self.flight.bookkeeping:
+            self.step.update(unit, grad_factor)
+            self.release(unit)
         self.pump()
 
     def write_back_modified(self, unit: Unit) -> None:

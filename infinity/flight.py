@@ -19,6 +19,20 @@ IN_FLIGHT = frozenset({PageState.FETCHING, PageState.WRITING, PageState.CHAINED}
 """States in which a page is in the hands of the queue."""
 
 
+class Bookkeeping:
+    """A stretch of code that must not be cut in half: what cuts it, a KeyboardInterrupt say, stops the engine for good."""
+
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, InfinityError):
+            self._flight.fail(error)
+
+
 class Flight:
     """Work handed to the queue. Order: ``poll`` whenever there is time, ``wait_*`` when there is nothing else to do."""
 
@@ -28,8 +42,11 @@ class Flight:
         self.stall_s = 0.0
         self.irrevocable = False
         """Is an update in flight? A failure then leaves weights that nobody can trust."""
+        self.on_idle: Callable[[], bool] = lambda: False
+        """What may still bring something when the queue has nothing in flight (copies of the device); False when nothing can."""
         self._when_done: dict[int, Callable[[], None] | None] = {}
         self._failure: BaseException | None = None
+        self.bookkeeping = Bookkeeping(self)
 
     @property
     def idle(self) -> bool:
@@ -59,29 +76,32 @@ class Flight:
         Errors: IoError, CorruptPageError or KernelError of the first task that failed by itself.
         """
         self.check()
-        completions = self.queue.poll()
-        if not completions:
-            return
-        actions = []
-        for completion in completions:
-            action = self._when_done.pop(completion.id, None)
-            if action is not None and completion.status == 0:
-                actions.append(action)
-        try:
-            self.store.settle(completions)
-        except InfinityError as error:
-            if self.irrevocable or self.store.has_failed_chains:
-                self._failure = error
-            raise
-        finally:
-            for action in actions:
-                action()
+        with self.bookkeeping:
+            completions = self.queue.poll()
+            if not completions:
+                return
+            actions = []
+            for completion in completions:
+                action = self._when_done.pop(completion.id, None)
+                if action is not None and completion.status == 0:
+                    actions.append(action)
+            try:
+                self.store.settle(completions)
+            except InfinityError as error:
+                if self.irrevocable or self.store.has_failed_chains:
+                    self._failure = error
+                raise
+            finally:
+                for action in actions:
+                    action()
 
     def wait_any(self) -> None:
         """Waits until the oldest piece of work has ended.
 
         Errors: as ``poll``; InfinityError when nothing is in flight, because then nothing can ever come.
         """
+        if self.idle and self.on_idle():
+            return
         if self.idle:
             raise InfinityError(
                 f"nothing is in flight and there are no frames to go on with ({self.store.frames_free} free): a fault of infinity"
@@ -123,6 +143,6 @@ class Flight:
         """Errors: EngineFailedError after ``fail``, or after a failure while updates were in flight."""
         if self._failure is not None:
             raise EngineFailedError(
-                f"the engine stopped, because a step that could not be undone failed: {self._failure}. "
+                f"the engine stopped, because a step that could not be undone failed: {self._failure!r}. "
                 "Start again from the last checkpoint."
             ) from self._failure

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from infinity.coordinator import Coordinator
-from infinity.errors import ConsumedGradientError
+from infinity.errors import ConsumedGradientError, ReleasedParameterError
 from infinity.executor import Executor
 from infinity.flat_param import FlatParam, Unit
 from infinity.hooks import Hooks
@@ -110,6 +110,13 @@ class EngineDoor(Door):
                     else:
                         self.coordinator.unpack(flat)  # no gradient will come; the current node uses what is saved
                 else:
+                    if name == "set:data":
+                        param = flat.spec.params[index].spec.name
+                        raise ReleasedParameterError(
+                            f"assigning .data of parameter {param!r}, as model.to() and model.half() do, would cut it from its engine. "
+                            "Write values with param.copy_(values) under torch.no_grad(), read them with infinity.gathered(params) or "
+                            "engine.state_dict(), and cast or move the model before the engine is opened."
+                        )
                     if name in ALIASES and not unit.resident:
                         if not self.coordinator.in_root:
                             refuse_alias([flat.spec.params[index].spec.name], name)

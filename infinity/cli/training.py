@@ -314,8 +314,9 @@ def _progress(out: Console, steps: int) -> Iterator[_Shown]:
 
 
 def lr_factor(step: int, steps: int) -> float:
-    """What the learning rate of step ``step`` (from 0) is multiplied with: a warm-up over a tenth of the steps, then half a cosine."""
-    warm_up = max(1, min(100, steps // 10))
+    """What the learning rate of step ``step`` (from 0) is multiplied with: a warm-up over a tenth of the steps (10 to 100),
+    then half a cosine."""
+    warm_up = min(max(10, steps // 10), 100)
     if step < warm_up:
         return (step + 1) / warm_up
     done = min(1.0, (step - warm_up) / max(1, steps - 1 - warm_up))

@@ -25,6 +25,9 @@ class StepOwner(Protocol):
     def zero_grad(self) -> None:
         """Drops pending gradients."""
 
+    def groups_changed(self) -> None:
+        """The groups are others than before."""
+
 
 class EngineOptimizer(torch.optim.Optimizer):
     """``param_groups`` is live: a scheduler may change ``lr`` between steps. ``step`` and ``zero_grad`` are the engine's."""
@@ -61,6 +64,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         if state_dict.get("state"):
             raise NotYetError("loading optimizer states is not built yet; parameter groups alone can be loaded.")
         super().load_state_dict(state_dict)
+        self._owner().groups_changed()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; parameters of the model that were in no group are trained from now on."""
+        super().add_param_group(param_group)
+        self._owner().groups_changed()
 
     def _owner(self) -> StepOwner:
         engine = self._engine()

@@ -150,9 +150,12 @@ class Step:
         page = self._planes.page(flat, GRAD, index)
         fresh = index not in flat.grad_pages
         flat.grad_pages.add(index)
-        batch, chain = self._chain_now(update=() if fresh else (page,), write=(page,) if fresh else ())
-        chain.kernel(Kernel.ACCUMULATE, pack_accumulate(_based(segments, chain.address(page))))
-        self._flight.submit_work(batch, chain.close(write_back=False), done)
+        self._run_chain(
+            lambda chain: chain.kernel(Kernel.ACCUMULATE, pack_accumulate(_based(segments, chain.address(page)))),
+            done,
+            update=() if fresh else (page,),
+            write=(page,) if fresh else (),
+        )
 
     def _accumulate_on_device(self, flat: FlatParam, index: int, segments: list[AccumulateSegment], done: Callable[[], None]) -> None:
         begin, end = flat.spec.page_elems(GRAD, index)
@@ -171,42 +174,52 @@ class Step:
         if put_back is not None:
             self._flight.wait_for((task,))
 
-    def _chain_now(
-        self, *, update: Sequence[PageId] = (), read: Sequence[PageId] = (), write: Sequence[PageId] = ()
-    ) -> tuple[Batch, Chain]:
-        """A chain over these pages, waiting for frames if need be."""
+    def _run_chain(
+        self,
+        build: Callable[[Chain], object],
+        done: Callable[[], None] | None = None,
+        *,
+        update: Sequence[PageId] = (),
+        read: Sequence[PageId] = (),
+        write: Sequence[PageId] = (),
+    ) -> None:
+        """Hands over the chain that ``build`` makes of these pages, waiting for frames if need be, not for its end."""
         while True:
             for page in (*update, *read, *write):
                 self._flight.settle_page(page)
-            batch = Batch()
-            chain = self._store.chain(batch, update=update, read=read, write=write)
-            if chain is not None:
-                return batch, chain
+            with self._flight.bookkeeping:
+                batch = Batch()
+                chain = self._store.chain(batch, update=update, read=read, write=write)
+                if chain is not None:
+                    build(chain)
+                    self._flight.submit_work(batch, chain.close(write_back=False), done)
+                    return
             self.spill(keep=(*update, *read, *write))
             self._flight.wait_any()
 
     def spill(self, keep: Sequence[PageId] = ()) -> None:
         """Writes some gradient pages back, so that their frames can be had; never waits."""
-        batch = Batch()
-        handles: list[int] = []
-        for flat in self._flats.values():
-            for index in flat.grad_pages:
-                page = self._planes.page(flat, GRAD, index)
-                if (
-                    page not in keep
-                    and self._store.has_slot(page)
-                    and self._store.state(page) is PageState.DIRTY
-                    and not self._store.holds(page)
-                ):
-                    handles.append(self._store.write_back(page, batch))
-                    if len(handles) == SPILL_PAGES:
-                        break
-            if len(handles) == SPILL_PAGES:
-                break
-        if handles:
-            first = self._flight.submit(batch)
-            for handle in handles:
-                self._flight.track(first - 1 - handle)
+        with self._flight.bookkeeping:
+            batch = Batch()
+            handles: list[int] = []
+            for flat in self._flats.values():
+                for index in flat.grad_pages:
+                    page = self._planes.page(flat, GRAD, index)
+                    if (
+                        page not in keep
+                        and self._store.has_slot(page)
+                        and self._store.state(page) is PageState.DIRTY
+                        and not self._store.holds(page)
+                    ):
+                        handles.append(self._store.write_back(page, batch))
+                        if len(handles) == SPILL_PAGES:
+                            break
+                if len(handles) == SPILL_PAGES:
+                    break
+            if handles:
+                first = self._flight.submit(batch)
+                for handle in handles:
+                    self._flight.track(first - 1 - handle)
 
     def _source(self, flat: FlatParam, param: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient as contiguous memory that kernels can read."""
@@ -323,10 +336,10 @@ class Step:
 
     def _sum_page(self, flat: FlatParam, index: int) -> None:
         page = self._planes.page(flat, GRAD, index)
-        batch, chain = self._chain_now(read=(page,))
-        segments = self._sum_segments(flat, *flat.spec.page_elems(GRAD, index), chain.address(page))
-        chain.kernel(Kernel.SUMSQ, pack_sumsq(segments))
-        self._flight.submit_work(batch, chain.close(write_back=False))
+        begin, end = flat.spec.page_elems(GRAD, index)
+        self._run_chain(
+            lambda chain: chain.kernel(Kernel.SUMSQ, pack_sumsq(self._sum_segments(flat, begin, end, chain.address(page)))), read=(page,)
+        )
 
     def _sum_plane_on_device(self, batch: Batch, handles: list[int], flat: FlatParam) -> list[torch.Tensor]:
         if not any(flat.has_grad):
@@ -422,61 +435,64 @@ class Step:
 
     def _issue(self, update: TileUpdate) -> bool:
         """Hands one tile's chain over; False, and nothing has changed, where frames are short or a page is in use now."""
-        flat, spec = update.flat, update.flat.spec
-        begin, end = spec.tile_range(update.tile)
-        pages = {
-            plane.name: [self._planes.page(flat, plane.name, index) for index in spec.tile_pages(plane.name, update.tile)]
-            for plane in spec.planes
-            if plane.name not in flat.planes
-        }
-        grad_pages = []
-        if not update.grads and GRAD not in flat.planes:
-            grad_pages = [self._planes.page(flat, GRAD, index) for index in spec.tile_pages(GRAD, update.tile) if index in flat.grad_pages]
-        changed = [page for group in pages.values() for page in group]
-        if any(self._store.state(page) in IN_FLIGHT or self._store.holds(page) for page in (*changed, *grad_pages)):
-            return False
-        if not update.grads and GRAD in flat.planes:
-            self._wait_for_tail(flat, spec.tile_pages(GRAD, update.tile))
-        scratch = 0
-        if update.grads and not self._device.host_addressable:
-            width = next(iter(update.grads.values())).element_size()
-            scratch = -(-(end - begin) * width // self._page_nbytes)
-        batch = Batch()
-        chain = self._store.chain(batch, update=changed, read=grad_pages, scratch=scratch)
-        if chain is None:
-            return False
-        for page in pages.get(PARAM, ()):
-            self._store.unkeep(page)
-        staged: list[tuple[torch.Tensor, Callable[[], None] | None]] = []
-        addresses: dict[str, list[int]] = {}
-        for plane in spec.planes:
-            if plane.name in pages:
-                addresses[plane.name] = [chain.address(page) for page in pages[plane.name]]
-                continue
-            memory, put_back = self._planes.on_device(flat, plane.name, begin * plane.elem_nbytes, (end - begin) * plane.elem_nbytes)
-            staged.append((memory, put_back))
-            piece_nbytes = spec.page_numel(plane.name) * plane.elem_nbytes
-            addresses[plane.name] = [memory.data_ptr() + at for at in range(0, memory.nbytes, piece_nbytes)]
-        segments: list[Segment] = []
-        sums: list[SumsqSegment] = []
-        for number, seg_begin, seg_end in update.segments:
-            for address, first, last, is_bf16 in self._grad_pieces(update, chain, grad_pages, staged, number, seg_begin, seg_end):
-                segments.append(Segment(address, first - begin, last - begin, is_bf16, update.scalars[number]))
-                sums.append(self._sum_segment(flat, number, address, first, last, is_bf16))
-        chain.kernel(Kernel.SUMSQ, pack_sumsq(sums))
-        states = [addresses[plane.name] for plane in spec.planes if plane.name not in (PARAM, RESIDUAL)]
-        residual = addresses[RESIDUAL][0] if RESIDUAL in addresses else 0
-        piece_numel = min(spec.page_numel(plane.name) for plane in spec.planes)
-        chain.kernel(self._optimizer.kernel, self._optimizer.pack(addresses[PARAM][0], residual, states, piece_numel, segments))
+        with self._flight.bookkeeping:
+            flat, spec = update.flat, update.flat.spec
+            begin, end = spec.tile_range(update.tile)
+            pages = {
+                plane.name: [self._planes.page(flat, plane.name, index) for index in spec.tile_pages(plane.name, update.tile)]
+                for plane in spec.planes
+                if plane.name not in flat.planes
+            }
+            grad_pages = []
+            if not update.grads and GRAD not in flat.planes:
+                grad_pages = [
+                    self._planes.page(flat, GRAD, index) for index in spec.tile_pages(GRAD, update.tile) if index in flat.grad_pages
+                ]
+            changed = [page for group in pages.values() for page in group]
+            if any(self._store.state(page) in IN_FLIGHT or self._store.holds(page) for page in (*changed, *grad_pages)):
+                return False
+            if not update.grads and GRAD in flat.planes:
+                self._wait_for_tail(flat, spec.tile_pages(GRAD, update.tile))
+            scratch = 0
+            if update.grads and not self._device.host_addressable:
+                width = next(iter(update.grads.values())).element_size()
+                scratch = -(-(end - begin) * width // self._page_nbytes)
+            batch = Batch()
+            chain = self._store.chain(batch, update=changed, read=grad_pages, scratch=scratch)
+            if chain is None:
+                return False
+            for page in pages.get(PARAM, ()):
+                self._store.unkeep(page)
+            staged: list[tuple[torch.Tensor, Callable[[], None] | None]] = []
+            addresses: dict[str, list[int]] = {}
+            for plane in spec.planes:
+                if plane.name in pages:
+                    addresses[plane.name] = [chain.address(page) for page in pages[plane.name]]
+                    continue
+                memory, put_back = self._planes.on_device(flat, plane.name, begin * plane.elem_nbytes, (end - begin) * plane.elem_nbytes)
+                staged.append((memory, put_back))
+                piece_nbytes = spec.page_numel(plane.name) * plane.elem_nbytes
+                addresses[plane.name] = [memory.data_ptr() + at for at in range(0, memory.nbytes, piece_nbytes)]
+            segments: list[Segment] = []
+            sums: list[SumsqSegment] = []
+            for number, seg_begin, seg_end in update.segments:
+                for address, first, last, is_bf16 in self._grad_pieces(update, chain, grad_pages, staged, number, seg_begin, seg_end):
+                    segments.append(Segment(address, first - begin, last - begin, is_bf16, update.scalars[number]))
+                    sums.append(self._sum_segment(flat, number, address, first, last, is_bf16))
+            chain.kernel(Kernel.SUMSQ, pack_sumsq(sums))
+            states = [addresses[plane.name] for plane in spec.planes if plane.name not in (PARAM, RESIDUAL)]
+            residual = addresses[RESIDUAL][0] if RESIDUAL in addresses else 0
+            piece_numel = min(spec.page_numel(plane.name) for plane in spec.planes)
+            chain.kernel(self._optimizer.kernel, self._optimizer.pack(addresses[PARAM][0], residual, states, piece_numel, segments))
 
-        def done() -> None:
-            for _, put_back in staged:
-                if put_back is not None:
-                    put_back()
-            self._tile_done(update, grad_pages)
+            def done() -> None:
+                for _, put_back in staged:
+                    if put_back is not None:
+                        put_back()
+                self._tile_done(update, grad_pages)
 
-        self._flight.submit_work(batch, chain.close(write_back=not self._store.fits_all), done)
-        return True
+            self._flight.submit_work(batch, chain.close(write_back=not self._store.fits_all), done)
+            return True
 
     def _grad_pieces(
         self,

@@ -85,8 +85,8 @@ def test_a_metrics_line_has_the_mean_loss_of_its_micro_steps(here: Path) -> None
 def test_the_learning_rate_warms_up_and_falls(here: Path) -> None:
     assert train("--steps", "40", "--metrics", "m.jsonl").exit_code == 0
     rates = [line["lr"] for line in lines_of(here / "m.jsonl")]
-    assert rates[:4] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
-    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[:10] == pytest.approx([0.001 * step for step in range(1, 11)])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(0.001)
 
 
