@@ -6,6 +6,7 @@ its own ``reset_parameters``, keeping the identity of parameters and the ties be
 
 from __future__ import annotations
 
+import ctypes
 import math
 import weakref
 from collections.abc import Iterable
@@ -127,3 +128,10 @@ def give_back(unit: Unit, planes: Planes | None, device: torch.device) -> None:
                     swap_tensors(param, meta)  # type: ignore[no-untyped-call]
             else:
                 param.data = compute_weight(flat, index, planes).to(device)
+
+
+def return_heap() -> None:
+    """Gives freed memory of the C heap back to the system, where the C library can (glibc): the weights' old homes, above all."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
