@@ -11,7 +11,7 @@ import torch
 
 from infinity.config import Config, budget_bytes
 from infinity.errors import BudgetError
-from infinity.layout import GRAD, PARAM, RESIDUAL, FlatSpec, Layout, UnitSpec, build_layout, choose_page_nbytes, minimum_frames
+from infinity.layout import FRAMES_MIN, GRAD, PARAM, RESIDUAL, FlatSpec, Layout, UnitSpec, build_layout, choose_page_nbytes, minimum_frames
 from infinity.optim.base import Optimizer
 from infinity.sizes import format_bytes
 from infinity.store import Rest
@@ -50,7 +50,7 @@ class Budgets:
         self.rests = {space.id: Rest.BACKING if tiers[space.id] == "nvme" else Rest.FRAME for space in self.paged_spaces}
         self.n_slots = sum(space.page_count for space in self.paged_spaces if tiers[space.id] == "nvme")
         resting_frames = sum(space.page_count for space in self.paged_spaces if tiers[space.id] == "cpu")
-        self.reserve_frames = max(minimum_frames(self.layout, (*on_device, *in_frames)), 3)
+        self.reserve_frames = max(minimum_frames(self.layout, (*on_device, *in_frames)), FRAMES_MIN)
         self.minimum_host_bytes = (resting_frames + self.reserve_frames) * self.page_nbytes
         useful_frames = sum(space.page_count for space in self.paged_spaces) + self.reserve_frames
         host_bytes = budget_bytes(config.memory.host, free_bytes=free_host, useful_bytes=useful_frames * self.page_nbytes)

@@ -109,6 +109,7 @@ class Coordinator:
         """Gradients that stay on their parameters until the backward has ended."""
         executor.is_busy = self.is_busy
         executor.next_use = self.next_use
+        executor.is_backward = lambda: _graph_task() != -1
 
     # ---- programs ----
 
@@ -185,9 +186,12 @@ class Coordinator:
     def next_use(self, unit: Unit) -> int | None:
         """How soon ``unit`` is needed, as a position in the running program; None when not again, or not known."""
         program = self._program
-        if program is None or program.mode is Mode.RECORD or program.recorded is None:
+        if program is None:
             return None
-        return program.recorded.next_use(unit.index, program.position)
+        recorded = program.recorded if program.mode is Mode.REPLAY else None
+        if unit is self._latest and _graph_task() != -1 and not (recorded and recorded.used_up(program.seen, unit.index)):
+            return program.position  # its backward has begun and goes on
+        return recorded.next_use(unit.index, program.position) if recorded else None
 
     @property
     def replaying(self) -> bool:

@@ -218,6 +218,7 @@ class Engine:
             lenders = {by_id[id(param)].index: by_id[id(param)] for _, param in found_unit.borrowed if id(param) in by_id}
             unit.lenders = tuple(lender for lender in lenders.values() if lender is not unit)
         self._flight.wait_all()
+        weights.return_heap()
         self._device.reset_peak()
 
     # ---- what people call ----

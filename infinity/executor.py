@@ -70,6 +70,7 @@ class Executor:
         self.units = units
         self.is_busy: Callable[[Unit], bool] = lambda unit: bool(unit.open_visits)
         self.next_use: Callable[[Unit], int | None] = lambda unit: None
+        self.is_backward: Callable[[], bool] = lambda: False
         self.keeps_pages = False
         """Should the pages of a gather stay in frames, if they can, until the unit's update? So they are read once for both."""
         self.demand_gathers = 0
@@ -82,6 +83,8 @@ class Executor:
         self._max_live_numel = max_live_numel
         self._prefetch_numel = prefetch_numel
         self._unit_of = {flat.spec.index: unit for unit in units for flat in unit.flats}
+        self._gradient_nbytes = max((unit.gradient_nbytes for unit in units), default=0)
+        """What gathering ahead leaves free in backward: gradients of a unit come on top of it."""
         self._jobs: dict[int, GatherJob] = {}
         self._ahead: set[int] = set()
         """Units gathered, or being gathered, ahead of their use."""
@@ -153,6 +156,7 @@ class Executor:
             job = self._begin(unit)
         else:
             self.prefetch_hits += 1
+            self._ahead.discard(unit.index)
         self._advance(job)
         while unit.index in self._jobs:
             self._wait()
@@ -164,12 +168,13 @@ class Executor:
             return True
         if (
             self.step.is_waiting(unit) if self._device.copies_in_queue else self.step.is_updating(unit)
-        ) or self._store.frames_free + self._store.frames_evictable == 0:
+        ) or self._store.frames_spare == 0:
             return False
         ahead = sum(self.units[index].numel for index in self._ahead)
         if ahead and ahead + unit.numel > self._prefetch_numel:
             return False
-        while self._device.free_bytes < unit.nbytes or self._live_numel() + unit.numel > self._max_live_numel:
+        reserve = self._gradient_nbytes if self.is_backward() else 0
+        while self._device.free_bytes < unit.nbytes + reserve or self._live_numel() + unit.numel > self._max_live_numel:
             victim = self._victim(later_than=position)
             if victim is None:
                 return False
@@ -215,9 +220,12 @@ class Executor:
             handles = []
             short = False
             for piece in job.pieces[job.issued :]:
-                if self._store.state(piece.page) is PageState.ABSENT and self._store.fetch(piece.page, batch) is None:
-                    short = True
-                    break
+                if self._store.state(piece.page) is PageState.ABSENT:
+                    if not self._may_fetch(job):
+                        break
+                    if self._store.fetch(piece.page, batch) is None:
+                        short = True
+                        break
                 assert piece.flat.range is not None
                 args = pack_copy(piece.flat.range.address + piece.offset, self._store.address(piece.page), piece.nbytes)
                 handle = batch.kernel(Kernel.COPY, args, self._store.after(piece.page))
@@ -261,6 +269,8 @@ class Executor:
             short = False
             for piece in job.pieces[job.issued :]:
                 if self._store.state(piece.page) is PageState.ABSENT:
+                    if not self._may_fetch(job):
+                        break
                     handle = self._store.fetch(piece.page, batch)
                     if handle is None:
                         short = True
@@ -272,6 +282,10 @@ class Executor:
                     self.flight.track(first - 1 - handle)
             if short:
                 self.step.spill()
+
+    def _may_fetch(self, job: GatherJob) -> bool:
+        """Is there a frame for a page of ``job``? One that is kept for an update is taken only when nothing else can come."""
+        return self._store.frames_spare > 0 or (job.unit.index not in self._ahead and self.step.is_idle)
 
     def release(self, unit: Unit) -> None:
         """Gives the memory behind the unit's parameters back; their pages know everything that is worth knowing."""
@@ -320,15 +334,17 @@ class Executor:
     def _free_some(self) -> bool:
         """Does one thing that frees device memory; False where there is none left to do."""
         victim = self._victim(later_than=None)
-        if victim is not None:
+        if victim is not None and self.next_use(victim) is None:
+            self.release(victim)  # costs nothing: it is not needed again
+        elif not self.step.is_idle:
+            self._wait()  # costs time only: the gradients of updates in flight are memory soon
+        elif victim is not None:
             self.release(victim)
-            return True
-        if any(self.step.put_away(unit) for unit in self.units if not unit.updated):
-            return True
-        if self._jobs or not self.flight.idle:
+        elif self._jobs or not self.flight.idle:
             self._wait()
-            return True
-        return False
+        elif not any(self.step.put_away(unit) for unit in self.units if not unit.updated):
+            return False
+        return True
 
     # ---- gradients and updates ----
 

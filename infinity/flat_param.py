@@ -139,6 +139,8 @@ class Unit:
         self.numel = sum(flat.spec.numel for flat in flats if not flat.resident)
         self.nbytes = sum(flat.range.charged_nbytes for flat in flats if flat.range is not None)
         """Device bytes that a gather takes; 0 for a resident unit."""
+        self.gradient_nbytes = sum(place.numel * flat.dtype.itemsize for flat in flats if flat.spec.trainable for place in flat.spec.params)
+        """Device bytes of all its gradients."""
         self.updated = False
         """Has this step begun to update it?"""
 

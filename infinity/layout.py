@@ -40,6 +40,8 @@ PAGE_NBYTES_MIN = 4 << 10
 PAGE_NBYTES_MAX = 8 << 20
 UNUSED_FRACTION_MAX = 0.03
 """`page: auto` leaves at most this part of the pages' bytes unused."""
+FRAMES_MIN = 3
+"""Frames that an engine has at least, also where nothing is paged: a gradient's on the way to the host, and one more."""
 HOST_FRACTION_MAX = 0.25
 """`page: auto` keeps the minimum of frames below this part of the host budget."""
 
@@ -345,7 +347,7 @@ def choose_page_nbytes(
     page_nbytes = PAGE_NBYTES_MAX
     while page_nbytes > PAGE_NBYTES_MIN:
         layout = build_layout(units, state_planes, page_nbytes, world_size, rank)
-        frames_nbytes = minimum_frames(layout, (*without, *resting)) * page_nbytes
+        frames_nbytes = max(minimum_frames(layout, (*without, *resting)), FRAMES_MIN) * page_nbytes
         if unused_fraction(layout, without) <= UNUSED_FRACTION_MAX and frames_nbytes <= host_bytes * HOST_FRACTION_MAX:
             return page_nbytes
         page_nbytes //= 2

@@ -339,6 +339,11 @@ class PageStore:
         return len(self._evictable) + len(self._evictable_kept)
 
     @property
+    def frames_spare(self) -> int:
+        """Frames that could be had without evicting a page that is kept."""
+        return self._pool.free + len(self._evictable)
+
+    @property
     def error(self) -> InfinityError | None:
         """The last error that ``settle`` raised."""
         return self._error

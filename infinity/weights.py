@@ -6,6 +6,9 @@ its own ``reset_parameters``, keeping the identity of parameters and the ties be
 
 from __future__ import annotations
 
+import ctypes
+import math
+import weakref
 from collections.abc import Iterable
 
 import numpy as np
@@ -22,13 +25,19 @@ from infinity.planes import Bytes, Planes
 
 
 def check_meta(model: nn.Module) -> None:
-    """Errors: ModelError names every module that owns meta tensors and cannot initialise them."""
+    """Errors: ModelError names every module that owns meta tensors and cannot initialise them, and meta tensors that cannot be replaced."""
     modules = ((name or type(model).__name__, module) for name, module in model.named_modules())
     bad = [name for name, module in modules if owns_meta(module) and not hasattr(module, "reset_parameters")]
     if bad:
         raise ModelError(
             f"the model has meta tensors, and these modules have no reset_parameters() to give them values: {', '.join(bad)}. "
             "Give them one, or build the model on the CPU."
+        )
+    bad = [name for name, param in model.named_parameters() if param.is_meta and weakref.getweakrefs(param)]
+    if bad:
+        raise ModelError(
+            f"the model has meta tensors that something refers to weakly, as recurrent layers do, so that they cannot be replaced: "
+            f"{', '.join(bad)}. Build the model on the CPU."
         )
 
 
@@ -113,6 +122,16 @@ def give_back(unit: Unit, planes: Planes | None, device: torch.device) -> None:
                 if param.is_meta or param.untyped_storage()._cdata != flat.storage_id:
                     continue
                 meta = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
-                swap_tensors(param, meta)  # type: ignore[no-untyped-call]
+                if weakref.getweakrefs(param):  # it cannot be swapped; so it has its shape, no memory, and no number
+                    param.data = torch.full((), math.nan if param.is_floating_point() else 0, dtype=param.dtype).expand(param.shape)
+                else:
+                    swap_tensors(param, meta)  # type: ignore[no-untyped-call]
             else:
                 param.data = compute_weight(flat, index, planes).to(device)
+
+
+def return_heap() -> None:
+    """Gives freed memory of the C heap back to the system, where the C library can (glibc): the weights' old homes, above all."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -87,6 +87,8 @@ class Step:
         self._group_of = group_of
         self._flats: dict[int, FlatParam] = {}
         self._waiting: deque[TileUpdate] = deque()
+        self._in_flight = 0
+        """Tiles whose update was handed over and has not ended."""
         self._tiles_left: dict[int, int] = {}
         """Unit -> tiles whose update is not done."""
         self._flat_updates: dict[int, FlatUpdate] = {}
@@ -453,6 +455,9 @@ class Step:
                 return False
             if not update.grads and GRAD in flat.planes:
                 self._wait_for_tail(flat, spec.tile_pages(GRAD, update.tile))
+            wanted = sum(self._store.state(page) is PageState.ABSENT for page in changed)
+            if wanted > self._store.frames_spare and self._in_flight:
+                return False  # pages that are kept for updates to come are worth the wait
             scratch = 0
             if update.grads and not self._device.host_addressable:
                 width = next(iter(update.grads.values())).element_size()
@@ -492,6 +497,7 @@ class Step:
                 self._tile_done(update, grad_pages)
 
             self._flight.submit_work(batch, chain.close(write_back=not self._store.fits_all), done)
+            self._in_flight += 1
             return True
 
     def _grad_pieces(
@@ -532,6 +538,7 @@ class Step:
             yield chain.address(self._planes.page(flat, GRAD, index)) + first % page_numel * 4, first, last, False
 
     def _tile_done(self, update: TileUpdate, grad_pages: list[PageId]) -> None:
+        self._in_flight -= 1
         flat, unit = update.flat, update.unit
         for page in grad_pages:
             self._store.discard(page)

@@ -306,6 +306,49 @@ def test_a_parameter_larger_than_the_host_budget_trains(tmp_path: Path, overlap:
     runs.assert_same(plain, runs.engine_run(Large(), config, batches))
 
 
+class Recurrent(nn.Module):
+    """Its parameters are referred to weakly, by torch itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x)[0].square().mean()
+
+
+def test_a_recurrent_layer_on_meta_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Recurrent()
+    with pytest.raises(ModelError, match=r"gru\.weight_ih_l0"):
+        infinity.Engine(model, runs.engine_config(tmp_path))
+    assert all(param.is_meta and type(param) is nn.Parameter for param in model.parameters())
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_a_failed_engine_cannot_be_taken_for_trained_ones(tmp_path: Path) -> None:
+    class Both(Recurrent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.fail = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.requires_grad_().register_hook(lambda grad: 1 // (not self.fail) and grad)
+            return super().forward(self.linear(x))
+
+    model = models.build(Both)
+    trainer = runs.EngineTrainer(model, runs.engine_config(tmp_path, overlap="fused"))
+    runs.train(trainer, [(torch.ones(2, 3, 16),)] * 2)
+    model.fail = True
+    with pytest.raises(ZeroDivisionError):
+        trainer.backward(trainer(torch.ones(2, 3, 16)))
+    trainer.engine.close()
+    assert model.linear.weight.is_meta
+    assert model.gru.weight_ih_l0.isnan().all()
+    assert model.gru.weight_ih_l0.shape == (48, 16)
+
+
 # ---- budgets ----
 
 placements = pytest.mark.parametrize(

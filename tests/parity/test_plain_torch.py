@@ -306,6 +306,17 @@ def test_odd_sizes_in_bf16_equal_the_reference(tmp_path: Path, overlap: str) -> 
     runs.assert_same(plain, runs.engine_run(models.build(models.OddSizes, torch.bfloat16), config, batches))
 
 
+def test_a_model_given_in_fp32_keeps_its_weights_as_the_masters_of_bf16(tmp_path: Path) -> None:
+    model, given = make("fp32", blocks=1, frozen_blocks=(0,)), make("fp32", blocks=1)
+    with runs.EngineTrainer(model, runs.engine_config(tmp_path, precision="bf16")) as trainer:
+        assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+        for name, param in trainer.params.items():
+            assert torch.equal(infinity.safe_get_full_fp32_param(param), given.get_parameter(name)), name
+        for name, weight in trainer.engine.state_dict().items():
+            if name.startswith("blocks.0."):
+                assert torch.equal(weight, given.get_parameter(name).bfloat16()), name
+
+
 def test_the_master_of_a_bf16_weight_is_weight_and_residual_joined(tmp_path: Path) -> None:
     model = make("bf16", blocks=1)
     with runs.EngineTrainer(model, runs.engine_config(tmp_path, precision="bf16")) as trainer:
