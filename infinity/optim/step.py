@@ -224,10 +224,7 @@ class Step:
                             break
                 if len(handles) == SPILL_PAGES:
                     break
-            if handles:
-                first = self._flight.submit(batch)
-                for handle in handles:
-                    self._flight.track(first - 1 - handle)
+            self._flight.submit_each(batch, handles)
 
     def _source(self, flat: FlatParam, param: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient as contiguous memory that kernels can read."""
@@ -299,10 +296,7 @@ class Step:
                     handles.append(batch.kernel(Kernel.SUMSQ, pack_sumsq([segment])))
                 if GRAD in flat.planes:
                     kept += self._sum_plane_on_device(batch, handles, flat)
-        if handles:
-            first = self._flight.submit(batch)
-            for handle in handles:
-                self._flight.track(first - 1 - handle)
+        self._flight.submit_each(batch, handles)
         for unit in units:
             for flat in unit.flats:
                 for index in sorted(flat.grad_pages):
