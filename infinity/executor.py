@@ -166,9 +166,7 @@ class Executor:
         """Starts a gather needed at ``position`` if it takes memory only from what is needed later; never waits. False: not now."""
         if unit.state is not UnitState.SHARDED:
             return True
-        if (
-            self.step.is_waiting(unit) if self._device.copies_in_queue else self.step.is_updating(unit)
-        ) or self._store.frames_spare == 0:
+        if (self.step.is_waiting(unit) if self._device.copies_in_queue else self.step.is_updating(unit)) or self._store.frames_spare == 0:
             return False
         ahead = sum(self.units[index].numel for index in self._ahead)
         if ahead and ahead + unit.numel > self._prefetch_numel:
@@ -231,20 +229,17 @@ class Executor:
                 handle = batch.kernel(Kernel.COPY, args, self._store.after(piece.page))
                 self._store.use(piece.page, handle)
                 handles.append(handle)
-            if handles:
-                job.issued += len(handles)
-                job.copies_left += len(handles)
-                first = self.flight.submit(batch)
 
-                def copied() -> None:
-                    job.copies_left -= 1
+            def copied() -> None:
+                job.copies_left -= 1
 
-                def failed() -> None:
-                    job.copies_left -= 1
-                    job.failed = True
+            def failed() -> None:
+                job.copies_left -= 1
+                job.failed = True
 
-                for handle in handles:
-                    self.flight.track(first - 1 - handle, copied, failed)
+            job.issued += len(handles)
+            job.copies_left += len(handles)
+            self.flight.submit_each(batch, handles, copied, failed)
             if short:
                 self.step.spill()
 
@@ -276,10 +271,7 @@ class Executor:
                         short = True
                         break
                     handles.append(handle)
-            if handles:
-                first = self.flight.submit(batch)
-                for handle in handles:
-                    self.flight.track(first - 1 - handle)
+            self.flight.submit_each(batch, handles)
             if short:
                 self.step.spill()
 

@@ -7,7 +7,7 @@ counts the time spent waiting. It decides nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from infinity.errors import EngineFailedError, InfinityError
 from infinity.layout import PageId
@@ -71,6 +71,19 @@ class Flight:
         task = self.submit(batch) - 1 - last
         self.track(task, done)
         return task
+
+    def submit_each(
+        self,
+        batch: Batch,
+        handles: Sequence[int],
+        done: Callable[[], None] | None = None,
+        failed: Callable[[], None] | None = None,
+    ) -> None:
+        """Hands a batch over in which each of ``handles`` ends a piece of work of its own; nothing where there is none."""
+        if handles:
+            first = self.submit(batch)
+            for handle in handles:
+                self.track(first - 1 - handle, done, failed)
 
     def poll(self) -> None:
         """Applies what has ended; never waits.

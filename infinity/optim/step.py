@@ -137,16 +137,22 @@ class Step:
         nbytes = sum(gradient.charged_nbytes for gradient in gradients)
         pages_left = len(parts)
 
-        def done() -> None:
+        def done(n_pages: int = 1) -> None:
             nonlocal pages_left
-            pages_left -= 1
+            pages_left -= n_pages
             if pages_left == 0:
                 self._device.refund(nbytes)
                 sources.clear()
 
         accumulate = self._accumulate_on_device if GRAD in flat.planes else self._accumulate_in_page
-        for index, segments in parts.items():
-            accumulate(flat, index, segments, done)
+        handed_over = 0
+        try:
+            for index, segments in parts.items():
+                accumulate(flat, index, segments, done)
+                handed_over += 1
+        except BaseException:
+            done(len(parts) - handed_over)
+            raise
 
     def _accumulate_in_page(self, flat: FlatParam, index: int, segments: list[AccumulateSegment], done: Callable[[], None]) -> None:
         page = self._planes.page(flat, GRAD, index)
@@ -218,10 +224,7 @@ class Step:
                             break
                 if len(handles) == SPILL_PAGES:
                     break
-            if handles:
-                first = self._flight.submit(batch)
-                for handle in handles:
-                    self._flight.track(first - 1 - handle)
+            self._flight.submit_each(batch, handles)
 
     def _source(self, flat: FlatParam, param: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient as contiguous memory that kernels can read."""
@@ -293,10 +296,7 @@ class Step:
                     handles.append(batch.kernel(Kernel.SUMSQ, pack_sumsq([segment])))
                 if GRAD in flat.planes:
                     kept += self._sum_plane_on_device(batch, handles, flat)
-        if handles:
-            first = self._flight.submit(batch)
-            for handle in handles:
-                self._flight.track(first - 1 - handle)
+        self._flight.submit_each(batch, handles)
         for unit in units:
             for flat in unit.flats:
                 for index in sorted(flat.grad_pages):

@@ -93,6 +93,11 @@ class NvmeBacking(Backing):
         parent = os.path.realpath(directory)
         _check_space(parent, n_slots * page_nbytes, min(n_slots, self._slots_per_file) * page_nbytes)
         remove_leftovers(parent)
+        while not self._open(files, parent):
+            pass
+
+    def _open(self, files: Files, parent: str) -> bool:
+        """Make the directory and the files; False where another start took the directory for a leftover before there was a file in it."""
         fds: list[int] = []
         self.directory, lock_fd = _make_directory(parent)
         self._finalizer = weakref.finalize(self, _forget, os.getpid(), self.directory, fds, lock_fd)
@@ -102,9 +107,12 @@ class NvmeBacking(Backing):
         self._lock_fd = lock_fd
         try:
             self.direct, self.alignment = self._open_files(files)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, IoError) and error.errno == errno.ENOENT and os.path.isdir(parent):
+                return False
             raise
+        return True
 
     def place(self, slot: int) -> tuple[int, int]:
         """(descriptor, offset in bytes) of a slot."""
