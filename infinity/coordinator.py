@@ -40,6 +40,9 @@ from infinity.released import ReleasedParameter
 
 logger = logging.getLogger(__name__)
 
+VISITS_MAX = 100_000
+"""Visits of one run of a program that are remembered."""
+
 LOOK_AHEAD_VISITS = 16
 """Visits ahead of the current one that gathers may be issued for; budgets usually end it earlier."""
 
@@ -166,6 +169,8 @@ class Coordinator:
 
     def _visit(self, unit: Unit, phase: Phase) -> None:
         program = self._running()
+        if len(program.seen.visits) >= VISITS_MAX:  # forwards without end and no backward
+            program.seen, program.mode = Trace(), Mode.RECORD
         visit = Visit(unit.index, phase)
         position = program.seen.append(visit)
         if program.mode is Mode.REPLAY and program.recorded is not None:

@@ -82,7 +82,7 @@ class Engine:
         device: str = "auto",
         seed: int = 0,
     ) -> None:
-        self.state = EngineState.READY
+        self._closed = False
         self.module = model
         self.config = load_config(config, check_path=check_path)
         self.comm = open_comm()
@@ -96,6 +96,9 @@ class Engine:
         taken = [name for name, param in model.named_parameters() if owner_of(param) is not None]
         if taken:
             raise ModelError(f"parameter {taken[0]!r} belongs to another engine. Close that one first.")
+        special = [f"{name} ({type(param).__name__})" for name, param in model.named_parameters() if type(param) is not nn.Parameter]
+        if special:
+            raise ModelError(f"subclasses of Parameter are not managed: {', '.join(special[:8])}. Make them ordinary parameters first.")
         groups = parameter_groups(model, model_parameters)
         self._group_index: dict[int, dict[str, Any]] = {}
         self.optimizer = EngineOptimizer(self, groups, self._algorithm)
@@ -223,6 +226,13 @@ class Engine:
 
     # ---- what people call ----
 
+    @property
+    def state(self) -> EngineState:
+        """READY, FAILED after something that leaves the weights in doubt, or CLOSED."""
+        if self._closed:
+            return EngineState.CLOSED
+        return EngineState.READY if self._flight.failure is None else EngineState.FAILED
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
@@ -253,7 +263,7 @@ class Engine:
         except BaseException as error:
             self._coordinator.abort_backward()
             if any(unit.updated for unit in self._units):
-                self._fail(error)
+                self._flight.fail(error)
             raise
         self._micro_of_step += 1
         self._micro_ended = True
@@ -433,10 +443,10 @@ class Engine:
 
     def close(self) -> None:
         """Gives the trained weights back as ordinary tensors, if they fit ``memory.host``, and everything else to the system."""
-        if self.state is EngineState.CLOSED:
+        if self._closed:
             return
-        failed = self.state is EngineState.FAILED or self._flight.failure is not None
-        self.state = EngineState.CLOSED
+        failed = self.state is EngineState.FAILED
+        self._closed = True
         try:
             if not failed:
                 self._coordinator.close_visits()
@@ -487,7 +497,7 @@ class Engine:
     # ---- inside ----
 
     def _enter(self) -> None:
-        if self.state is EngineState.CLOSED:
+        if self._closed:
             raise EngineClosedError("this engine was closed; open another one.")
         self._flight.check()
         if torch._C._current_graph_task_id() == -1:
@@ -505,10 +515,6 @@ class Engine:
                             f"parameter {name!r} was frozen when the engine was opened and requires a gradient "
                             "now: training what was frozen is not built yet. Close the engine and open another one."
                         )
-
-    def _fail(self, error: BaseException) -> None:
-        self.state = EngineState.FAILED
-        self._flight.fail(error)
 
     def _trains(self, param: nn.Parameter) -> bool:
         """Is ``param`` in a group? Called when a gradient arrives; the first of a step closes the one before."""

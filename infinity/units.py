@@ -18,6 +18,9 @@ from infinity.layout import ParamSpec, UnitSpec
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 
+WHOLE = (nn.MultiheadAttention,)
+"""Modules that read their children's parameters themselves: a unit with their subtree, so that torch's fast paths see ordinary ones."""
+
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -84,7 +87,12 @@ def _walk(
     if id(module) in seen:
         return
     seen.add(id(module))
-    whole = (repeated and not isinstance(module, CONTAINERS)) or type(module).__name__ in classes or (name in names)
+    whole = (
+        (repeated and not isinstance(module, CONTAINERS))
+        or isinstance(module, WHOLE)
+        or type(module).__name__ in classes
+        or (name in names)
+    )
     if whole:
         seen.update(map(id, module.modules()))
         yield FoundUnit(name or type(module).__name__, name, module, True), _named(name, module.named_parameters(remove_duplicate=False))
