@@ -67,9 +67,8 @@ class SpaceError(InfinityError, OSError):
         self.free_bytes = free_bytes
         self.reason = reason
         super().__init__(
-            f"{path}: {needed_bytes / 2**30:.2f} GiB are needed and {free_bytes / 2**30:.2f} GiB are free"
-            f"{': ' + reason if reason else ''}. "
-            "Free some space, or name another directory in nvme_path."
+            f"{path}: {needed_bytes / 2**20:,.2f} MiB are needed and {free_bytes / 2**20:,.2f} MiB can be had"
+            + (f": {reason}." if reason else ". Free some space, or name another directory in nvme_path.")
         )
 
 

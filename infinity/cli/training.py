@@ -100,6 +100,7 @@ def run(options: Options) -> int:
             try:
                 with _progress(out, options.steps) as shown:
                     job.train(interrupts, shown)
+                out.print("evaluating on text that was held out, then writing a sample ...")
                 job.evaluate(held_out)
                 job.write(options.sample_bytes, options.seed)
             except KeyboardInterrupt:
@@ -420,7 +421,7 @@ def _show_summary(out: Console, summary: Mapping[str, Any]) -> None:
             table.add_row(name, text(value))
 
     if summary["loss_first"] is not None:
-        loss = f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats per byte after {summary['steps']} steps"
+        loss = f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats per byte after {summary['steps']} step{'s' if summary['steps'] != 1 else ''}"
         table.add_row("loss", loss + (" (interrupted)" if summary["interrupted"] else ""))
     row("held-out loss", summary["loss_held_out"], lambda loss: f"{loss:.3f} nats per byte")
     row("step", summary["step_s_median"], lambda seconds: f"{format_seconds(seconds)} (median), {summary['tokens_per_s']:,.0f} tokens/s")

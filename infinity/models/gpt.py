@@ -54,7 +54,8 @@ class GPTConfig:
         if not isinstance(self.checkpoint, bool) and self.checkpoint != "reentrant":
             problems.append(f"checkpoint is {self.checkpoint!r}: it must be true, false or 'reentrant'")
         if not problems and self.width % self.heads:
-            problems.append(f"width {self.width} is not a multiple of heads {self.heads}")
+            multiple = max(self.width // self.heads, 1) * self.heads
+            problems.append(f"width {self.width} is not a multiple of heads {self.heads}; width {multiple} is")
         if problems:
             raise ModelError("gpt: " + "; ".join(problems))
 

@@ -301,7 +301,7 @@ def _check_space(directory: str, nbytes: int, file_nbytes: int) -> None:
             directory,
             needed_bytes=file_nbytes,
             free_bytes=limit_nbytes,
-            reason="the file-size limit of this process (RLIMIT_FSIZE, ulimit -f) is what is free; raise it",
+            reason="the file-size limit of this process (RLIMIT_FSIZE) is too low for one file; raise it with ulimit -f",
         )
 
 
