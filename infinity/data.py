@@ -316,7 +316,8 @@ def _find_files(root: str, suffix: str, skipped: frozenset[str]) -> list[tuple[s
 def _check_enough(text: Text, context: int) -> None:
     if text.nbytes < context + 1:
         raise DataError(
-            f"{text.corpus.root} is too little text ({text.nbytes} bytes of it in one of its parts): a context of {context} needs at least {context + 1} bytes "
+            f"{text.corpus.root} is too little text ({text.nbytes} bytes of it in one part): "
+            f"a context of {context} needs at least {context + 1} bytes "
             "for training and as many held out. Give more text, or a shorter context."
         )
 

@@ -421,7 +421,8 @@ def _show_summary(out: Console, summary: Mapping[str, Any]) -> None:
             table.add_row(name, text(value))
 
     if summary["loss_first"] is not None:
-        loss = f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats per byte after {summary['steps']} step{'s' if summary['steps'] != 1 else ''}"
+        steps = f"{summary['steps']} step{'' if summary['steps'] == 1 else 's'}"
+        loss = f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats per byte after {steps}"
         table.add_row("loss", loss + (" (interrupted)" if summary["interrupted"] else ""))
     row("held-out loss", summary["loss_held_out"], lambda loss: f"{loss:.3f} nats per byte")
     row("step", summary["step_s_median"], lambda seconds: f"{format_seconds(seconds)} (median), {summary['tokens_per_s']:,.0f} tokens/s")
