@@ -19,6 +19,7 @@ from infinity import weights
 from infinity.engine import EngineState
 from infinity.errors import EngineFailedError, InfinityError, IoError
 from infinity.executor import Executor
+from infinity.flat_param import UnitState
 from infinity.flight import Flight
 from infinity.optim.step import Step
 from infinity.task_queue import FileOp, TaskQueue
@@ -314,3 +315,33 @@ def test_a_refusal_at_any_point_of_the_start_leaves_an_ordinary_model(
     plain = runs.train(runs.PlainTrainer(build()), rows(3))
     runs.assert_same(plain, runs.train(runs.PlainTrainer(model), rows(3)))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_backward_that_a_failed_write_ended_gives_all_that_it_charged_back(tmp_path: Path) -> None:
+    make = functools.partial(models.build, lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))))
+    config = runs.engine_config(tmp_path, overlap="deferred")
+    config = runs.with_host(config, runs.least_host_bytes(make, config, "cpu"))
+    x = torch.randn(4, 64)
+    failed = 0
+    with infinity.Engine(make(), config, device="cpu") as engine:
+
+        def used_bytes() -> int:
+            engine.finish()
+            gathered = sum(unit.nbytes for unit in engine._units if unit.state is UnitState.GATHERED)
+            assert engine._device is not None
+            return engine._device.used_bytes - gathered
+
+        before = used_bytes()
+        for _ in range(4):
+            engine._files.fault(FileOp.WRITE, 1, 1, -errno.EIO)
+            try:
+                engine.backward(engine(x).square().mean())
+            except IoError:
+                failed += 1
+            engine._files.fault(FileOp.WRITE, 1, 0, 0)
+            engine.zero_grad()
+            assert used_bytes() == before
+        assert failed > 0
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        assert used_bytes() == before

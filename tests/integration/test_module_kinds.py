@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import DataLoader, TensorDataset
 
+import infinity
+from infinity import coordinator
+from infinity.errors import ModelError
 from tests.support import models, runs
 
 WIDTH = 16
@@ -289,3 +292,50 @@ def test_retained_graphs_add_up(tmp_path: Path) -> None:
     plain = run(runs.PlainTrainer(models.build(models.GPT)))
     with runs.EngineTrainer(models.build(models.GPT), runs.engine_config(tmp_path, overlap="deferred")) as trainer:
         runs.assert_same(plain, run(trainer))
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+
+def test_attention_takes_the_same_fast_path_as_in_plain_torch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Attending().eval()
+    torch.manual_seed(0)
+    with infinity.Engine(Attending().eval(), runs.engine_config(tmp_path), device="cpu") as engine, torch.no_grad():
+        x = torch.randn(2, 5, WIDTH)
+        assert torch.equal(engine(x), plain(x))
+
+
+class Marked(nn.Parameter):
+    pass
+
+
+def test_a_subclass_of_parameter_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    model.weight = Marked(model.weight.detach())
+    with pytest.raises(ModelError, match=r"weight \(Marked\)"):
+        infinity.Engine(model, runs.engine_config(tmp_path), device="cpu")
+    assert type(model.weight) is Marked
+
+
+def test_forwards_without_a_backward_do_not_add_up_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "VISITS_MAX", 10)
+    torch.manual_seed(0)
+    batch = values(1)[0]
+    with infinity.Engine(Loss(lambda: nn.Linear(WIDTH, WIDTH)), runs.engine_config(tmp_path), device="cpu") as engine:
+        first = engine(*batch)
+        for _ in range(20):
+            last = engine(*batch)
+        program = engine._coordinator._program
+        assert program is not None
+        assert len(program.seen.visits) <= 10
+        engine.backward(last)
+        engine.step()
+        assert torch.equal(first, last)
+        assert not torch.equal(engine(*batch), last)

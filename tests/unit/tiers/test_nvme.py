@@ -300,3 +300,23 @@ def test_a_path_that_is_full_is_found_by_the_write_test(tmp_path: Path, monkeypa
     assert problem is not None
     assert "No space left" in problem
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_whose_directory_was_taken_for_a_leftover_begins_again(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_files = NvmeBacking._open_files
+    taken: list[str] = []
+
+    def after_a_cleaner(backing: NvmeBacking, files: Files) -> tuple[bool, int]:
+        if not taken:
+            taken.append(backing.directory)
+            os.rmdir(backing.directory)  # it was looked at before it was locked, and goes before there is a file in it
+        return open_files(backing, files)
+
+    monkeypatch.setattr(NvmeBacking, "_open_files", after_a_cleaner)
+    backing = make_backing(files, tmp_path)
+    assert taken != [backing.directory]
+    assert backing.place(0)[0] >= 0
+    backing.close()
+    assert list(tmp_path.iterdir()) == []
