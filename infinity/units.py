@@ -74,6 +74,8 @@ def find_units(model: nn.Module, *, classes: Collection[str] = (), names: Collec
                 unit.borrowed.append((name, param))
             elif all(param is not other for _, other in unit.owned):
                 unit.owned.append((name, param))
+        if unit.path == "" and unit.name in known:
+            unit.name += " (the model itself)"  # a child bears the name of the model's class
         if unit.owned or unit.borrowed:
             units.append(unit)
     if not units:

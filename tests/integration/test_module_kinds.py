@@ -339,3 +339,20 @@ def test_forwards_without_a_backward_do_not_add_up_for_ever(tmp_path: Path, monk
         engine.step()
         assert torch.equal(first, last)
         assert not torch.equal(engine(*batch), last)
+
+
+class Twin(nn.Module):
+    """Owns a parameter itself, and a child that bears the name of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.Twin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.Twin(x) * self.scale).square().mean()
+
+
+@overlaps
+def test_a_child_with_the_name_of_the_models_class_is_a_unit_of_its_own(tmp_path: Path, overlap: str) -> None:
+    compare(Twin, tmp_path, values(3), overlap=overlap)
