@@ -129,7 +129,11 @@ class Engine:
                 assert self.config.nvme_path is not None
                 self._backing = NvmeBacking(self._files, self.config.nvme_path, page_nbytes=budgets.page_nbytes, n_slots=budgets.n_slots)
             self._device = open_device(kind, budgets.device_bytes, seed=seed)
-            self._device.register_host(self._frames.base_address, self._frames.nbytes)
+            if self.config.pin_memory:
+                try:
+                    self._device.register_host(self._frames.base_address, self._frames.nbytes)
+                except OSError as error:
+                    logger.warning("host memory is not page-locked, and copies will not overlap: %s", error)
             self._store = PageStore(
                 self._queue,
                 self._frames,

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.tiers.device import CpuDevice
 from tests.support import models, runs
 
 
@@ -318,3 +319,25 @@ def test_a_model_of_240_million_parameters_needs_no_more_memory_than_one_of_60(t
     assert n_small > 55e6
     assert n_large > 220e6
     assert large - small < 48 << 20
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_frames_are_page_locked_where_it_is_asked_for_and_training_goes_on_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pin_memory: bool
+) -> None:
+    asked: list[int] = []
+
+    def refuse(device: CpuDevice, address: int, nbytes: int) -> None:
+        asked.append(nbytes)
+        raise OSError("no memory may be locked")
+
+    monkeypatch.setattr(CpuDevice, "register_host", refuse)
+    config = runs.engine_config(tmp_path)
+    for block in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][block]["pin_memory"] = pin_memory
+    with infinity.Engine(nn.Linear(16, 16), config, device="cpu") as engine:
+        engine.backward(engine(torch.ones(2, 16)).sum())
+        engine.step()
+        assert engine.was_step_applied()
+    assert len(asked) == pin_memory
+    assert ("not page-locked" in caplog.text) == pin_memory
