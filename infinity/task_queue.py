@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from infinity.errors import EngineClosedError, StallError
 from infinity.native import check, ffi, lib
 
-__all__ = ["Backend", "Batch", "Completion", "FileOp", "Files", "QueueStats", "TaskQueue"]
+__all__ = ["Backend", "Batch", "Completion", "FileOp", "Files", "Priority", "QueueStats", "TaskQueue"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _PHASES = {
     int(lib.INF_RUNNING): "is running",
 }
 
-_TASK = struct.Struct("=iiQQQiIQII")
+_TASK = struct.Struct("=iiQQQiIQIIiI")
 _COMPLETION = struct.Struct("=QQiI")
 if _TASK.size != ffi.sizeof("inf_task") or _COMPLETION.size != ffi.sizeof("inf_completion"):
     raise ImportError("infinity._native was built from another abi.h than infinity/task_queue.py expects; build it again")
@@ -67,6 +67,17 @@ class Backend(enum.Enum):
     AUTO = "auto"
     THREADS = "threads"
     URING = "uring"
+
+
+class Priority(enum.IntEnum):
+    """Of tasks that are ready, the most urgent goes first."""
+
+    DEMAND = lib.INF_DEMAND
+    """Somebody waits for it, or soon will."""
+    WRITE_BACK = lib.INF_WRITE_BACK
+    """It frees memory."""
+    PREFETCH = lib.INF_PREFETCH
+    """It may be needed later."""
 
 
 class Completion(NamedTuple):
@@ -198,19 +209,21 @@ class Batch:
         self._args.clear()
         self._last = 0
 
-    def read(self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = ()) -> int:
+    def read(self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = (), priority: Priority = Priority.DEMAND) -> int:
         """File to memory. At the end of the file the status is ``-ENODATA``."""
-        return self._add(_READ, fd, offset, nbytes, address, after)
+        return self._add(_READ, fd, offset, nbytes, address, after, priority)
 
-    def write(self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = ()) -> int:
+    def write(
+        self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = (), priority: Priority = Priority.WRITE_BACK
+    ) -> int:
         """Memory to file."""
-        return self._add(_WRITE, fd, offset, nbytes, address, after)
+        return self._add(_WRITE, fd, offset, nbytes, address, after, priority)
 
-    def flush(self, fd: int, after: Iterable[int] = ()) -> int:
+    def flush(self, fd: int, after: Iterable[int] = (), priority: Priority = Priority.WRITE_BACK) -> int:
         """``fdatasync`` of ``fd``; covers the writes it depends on."""
-        return self._add(_FLUSH, fd, 0, 0, 0, after)
+        return self._add(_FLUSH, fd, 0, 0, 0, after, priority)
 
-    def kernel(self, kernel_id: int, args: bytes, after: Iterable[int] = ()) -> int:
+    def kernel(self, kernel_id: int, args: bytes, after: Iterable[int] = (), priority: Priority = Priority.DEMAND) -> int:
         """A native kernel on a worker thread; ``args`` is its struct of arguments, copied here."""
         links = self._after
         begin = len(links)
@@ -222,16 +235,16 @@ class Batch:
         blob += args
         if nbytes & 7:
             blob += b"\0" * (8 - (nbytes & 7))
-        self._tasks += _pack_task(_KERNEL, -1, 0, 0, 0, kernel_id, nbytes, at, begin, len(links) - begin)
+        self._tasks += _pack_task(_KERNEL, -1, 0, 0, 0, kernel_id, nbytes, at, begin, len(links) - begin, priority, 0)
         self._last -= 1
         return self._last
 
-    def _add(self, op: int, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int]) -> int:
+    def _add(self, op: int, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int], priority: Priority) -> int:
         links = self._after
         begin = len(links)
         if after:
             links.extend(after)
-        self._tasks += _pack_task(op, fd, offset, nbytes, address, 0, 0, 0, begin, len(links) - begin)
+        self._tasks += _pack_task(op, fd, offset, nbytes, address, 0, 0, 0, begin, len(links) - begin, priority, 0)
         self._last -= 1
         return self._last
 
@@ -398,9 +411,12 @@ class TaskQueue:
 
 def _open_queue(files: Files, backend: Backend, queue_depth: int, block_nbytes: int, workers: int, io_threads: int) -> Any:
     out = ffi.new("inf_queue **")
+    options = ffi.new("inf_queue_options *")
+    options.depth, options.block_nbytes, options.workers, options.io_threads = queue_depth, block_nbytes, workers, io_threads
 
     def attempt(kind: int) -> int:
-        return int(lib.inf_queue_open(files.handle, kind, queue_depth, block_nbytes, workers, io_threads, out))
+        options.backend = kind
+        return int(lib.inf_queue_open(files.handle, options, out))
 
     if backend is Backend.THREADS:
         check(attempt(lib.INF_BACKEND_THREADS), "task queue (threads)")

@@ -35,6 +35,8 @@ int inf_file_direct_alignment(int fd, uint32_t *memory_align, uint32_t *offset_a
 
 enum { INF_READ = 0, INF_WRITE = 1, INF_FLUSH = 2, INF_KERNEL = 3 };
 enum { INF_BACKEND_AUTO = 0, INF_BACKEND_THREADS = 1, INF_BACKEND_URING = 2 };
+/* Of tasks that are ready, the most urgent goes first. */
+enum { INF_DEMAND = 0, INF_WRITE_BACK = 1, INF_PREFETCH = 2, INF_PRIORITIES };
 
 typedef struct inf_task {
     int32_t op;             /* INF_READ ... */
@@ -47,6 +49,8 @@ typedef struct inf_task {
     uint64_t args_offset;   /* KERNEL: where they start in the batch's `args` (a multiple of 8) */
     uint32_t after_begin;   /* dependencies: after[after_begin ... after_begin + after_count) of the batch */
     uint32_t after_count;
+    int32_t priority;       /* INF_DEMAND ... */
+    uint32_t unused;
 } inf_task;
 
 typedef struct inf_completion {
@@ -66,10 +70,16 @@ typedef struct inf_queue_stats {
 
 typedef struct inf_queue inf_queue;
 
-/* `depth`: requests in flight at the backend. `block_nbytes`: largest request. `workers`: kernel threads (>= 1). `io_threads`: of
- * the threads backend. A backend that does not work here is -ENOSYS / -EPERM; AUTO takes the best that works. */
-int inf_queue_open(inf_files *files, int backend, uint32_t depth, uint64_t block_nbytes, uint32_t workers, uint32_t io_threads,
-                   inf_queue **queue);
+typedef struct inf_queue_options {
+    int32_t backend;        /* INF_BACKEND_... */
+    uint32_t depth;         /* requests in flight at the backend */
+    uint64_t block_nbytes;  /* the largest request */
+    uint32_t workers;       /* kernel threads (>= 1) */
+    uint32_t io_threads;    /* of the threads backend */
+} inf_queue_options;
+
+/* A backend that does not work here is -ENOSYS / -EPERM; AUTO takes the best that works. */
+int inf_queue_open(inf_files *files, const inf_queue_options *options, inf_queue **queue);
 int inf_queue_backend(const inf_queue *queue);   /* INF_BACKEND_THREADS or INF_BACKEND_URING */
 /* Waits until all in flight are complete, joins every thread. */
 void inf_queue_close(inf_queue *queue);

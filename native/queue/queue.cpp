@@ -31,14 +31,14 @@ inf_queue::~inf_queue() { stop(); }
 
 int inf_queue::open(int backend) {
     backend_ = backend == INF_BACKEND_URING ? inf::new_uring_backend(this) : inf::new_threads_backend(this);
-    workers_.reset(new (std::nothrow) inf::Thread[n_workers_]);
+    workers_.reset(new (std::nothrow) inf::Thread[options_.workers]);
     if (!backend_ || !workers_) return -ENOMEM;
     backend_kind_ = backend;
     if (const int error = backend_->open()) {
         backend_.reset();
         return error;
     }
-    for (uint32_t i = 0; i < n_workers_; ++i) {
+    for (uint32_t i = 0; i < options_.workers; ++i) {
         if (const int error = workers_[i].start<inf_queue, &inf_queue::work>(this, "infinity-kernel")) return error;
     }
     return 0;
@@ -49,7 +49,7 @@ void inf_queue::stop() {
     closing_ = true;
     while (in_flight_ > 0) ended_.wait(lock);
     stopping_ = true;
-    const uint32_t workers = idle_workers_.claim(n_workers_);
+    const uint32_t workers = idle_workers_.claim(options_.workers);
     const uint32_t backends = backend_ ? backend_->claim(UINT32_MAX) : 0;
     lock.unlock();
     idle_workers_.ring(workers);
@@ -57,12 +57,13 @@ void inf_queue::stop() {
         backend_->ring(backends);
         backend_->join();
     }
-    for (uint32_t i = 0; workers_ && i < n_workers_; ++i) workers_[i].join();
+    for (uint32_t i = 0; workers_ && i < options_.workers; ++i) workers_[i].join();
 }
 
 int inf_queue::check(const inf_task *tasks, uint32_t n_tasks, const int64_t *after, uint64_t args_nbytes) const {
     for (uint32_t i = 0; i < n_tasks; ++i) {
         const inf_task &task = tasks[i];
+        if (task.priority < 0 || task.priority >= INF_PRIORITIES) return -EINVAL;
         for (uint32_t j = task.after_begin; j < task.after_begin + task.after_count; ++j) {
             const int64_t id = after[j];
             if (id == 0 || (id > 0 ? static_cast<uint64_t>(id) >= next_id_ : -1 - id >= static_cast<int64_t>(i))) return -EINVAL;
@@ -190,7 +191,7 @@ void inf_queue::make_ready(Task *task, TaskList *ended) {
     } else if (task->op != INF_FLUSH && task->nbytes == 0) {
         ended->push(task);
     } else {
-        task->unissued = task->op == INF_FLUSH ? 1 : (task->nbytes - 1) / block_nbytes_ + 1;
+        task->unissued = task->op == INF_FLUSH ? 1 : (task->nbytes - 1) / options_.block_nbytes + 1;
         requests_ready_ += task->unissued;
         io_ready_.push(task);
     }
@@ -250,7 +251,7 @@ bool inf_queue::take(Request *request) {
         const uint64_t left = task->nbytes - task->issued;
         request->offset = task->offset + task->issued;
         request->address = task->address + task->issued;
-        request->nbytes = left < block_nbytes_ ? left : block_nbytes_;
+        request->nbytes = left < options_.block_nbytes ? left : options_.block_nbytes;
         task->issued += request->nbytes;
         if (transfers_++ == 0) busy_since_ns_ = now_ns();
     }
@@ -366,20 +367,21 @@ void inf_queue::stats(inf_queue_stats *stats) const {
 
 extern "C" {
 
-int inf_queue_open(inf_files *files, int backend, uint32_t depth, uint64_t block_nbytes, uint32_t workers, uint32_t io_threads,
-                   inf_queue **queue) {
+int inf_queue_open(inf_files *files, const inf_queue_options *options, inf_queue **queue) {
     *queue = nullptr;
-    if (backend < INF_BACKEND_AUTO || backend > INF_BACKEND_URING) return -EINVAL;
-    if (depth == 0 || depth > kDepthMax || block_nbytes == 0) return -EINVAL;
-    if (workers == 0 || workers > kThreadsMax || io_threads == 0 || io_threads > kThreadsMax) return -EINVAL;
-    if (block_nbytes > kRequestNbytesMax) block_nbytes = kRequestNbytesMax;
-    if (backend == INF_BACKEND_AUTO) {
-        if (inf_queue_open(files, INF_BACKEND_URING, depth, block_nbytes, workers, io_threads, queue) == 0) return 0;
-        backend = INF_BACKEND_THREADS;
+    inf_queue_options o = *options;
+    if (o.backend < INF_BACKEND_AUTO || o.backend > INF_BACKEND_URING) return -EINVAL;
+    if (o.depth == 0 || o.depth > kDepthMax || o.block_nbytes == 0) return -EINVAL;
+    if (o.workers == 0 || o.workers > kThreadsMax || o.io_threads == 0 || o.io_threads > kThreadsMax) return -EINVAL;
+    if (o.block_nbytes > kRequestNbytesMax) o.block_nbytes = kRequestNbytesMax;
+    if (o.backend == INF_BACKEND_AUTO) {
+        o.backend = INF_BACKEND_URING;
+        if (inf_queue_open(files, &o, queue) == 0) return 0;
+        o.backend = INF_BACKEND_THREADS;
     }
-    std::unique_ptr<inf_queue> opened(new (std::nothrow) inf_queue(files, depth, block_nbytes, workers, io_threads));
+    std::unique_ptr<inf_queue> opened(new (std::nothrow) inf_queue(files, o));
     if (!opened) return -ENOMEM;
-    if (const int error = opened->open(backend)) return error;
+    if (const int error = opened->open(o.backend)) return error;
     *queue = opened.release();
     return 0;
 }

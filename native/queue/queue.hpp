@@ -134,8 +134,7 @@ class Backend {
 
 struct inf_queue {
  public:
-    inf_queue(inf_files *files, uint32_t depth, uint64_t block_nbytes, uint32_t workers, uint32_t io_threads)
-        : files_(files), depth_(depth), block_nbytes_(block_nbytes), n_workers_(workers), io_threads_(io_threads) {}
+    inf_queue(inf_files *files, const inf_queue_options &options) : files_(files), options_(options) {}
     ~inf_queue();
     inf_queue(const inf_queue &) = delete;
     inf_queue &operator=(const inf_queue &) = delete;
@@ -152,8 +151,8 @@ struct inf_queue {
     // For backends: all with the mutex held.
     std::mutex &mutex() { return mutex_; }
     inf_files *files() const { return files_; }
-    uint32_t depth() const { return depth_; }
-    uint32_t io_threads() const { return io_threads_; }
+    uint32_t depth() const { return options_.depth; }
+    uint32_t io_threads() const { return options_.io_threads; }
     bool stopping() const { return stopping_; }
     bool has_requests() const { return requests_ready_ > 0; }
     bool take(inf::Request *request);
@@ -174,9 +173,7 @@ struct inf_queue {
     void stop();
 
     inf_files *const files_;
-    const uint32_t depth_;
-    const uint64_t block_nbytes_;
-    const uint32_t n_workers_, io_threads_;
+    const inf_queue_options options_;
 
     mutable std::mutex mutex_;
     std::condition_variable ended_;   // a watched task, or the last in flight
