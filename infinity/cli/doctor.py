@@ -19,7 +19,7 @@ def command(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[PATH]...",
+            metavar="PATH",
             help="Directories that are to hold pages, as nvme_path will name them.  [default: the current one]",
             show_default=False,
         ),
