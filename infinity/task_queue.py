@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from infinity.errors import EngineClosedError, StallError
+from infinity.faults import Fault
 from infinity.native import check, ffi, lib
 
 __all__ = ["Backend", "Batch", "Completion", "FileOp", "Files", "PathInfo", "PathStats", "Priority", "QueueStats", "TaskQueue"]
@@ -217,10 +218,21 @@ class Files:
         check(lib.inf_file_direct_alignment(fd, memory, offset), "statx", self.path(fd))
         return int(memory[0]), int(offset[0])
 
-    def fault(self, op: FileOp, nth: int, times: int, result: int) -> None:
-        """For tests: the ``nth`` call of ``op`` from now on (the first is 1) and the ``times - 1`` after it give ``result``: a negative
-        errno, or for reads and writes the number of bytes after which they come short. ``times`` 0 takes all faults of ``op`` away."""
-        check(lib.inf_files_fault(self._handle, op, nth, times, result), "fault")
+    def fault(self, op: FileOp, fault: Fault, *, nth: int = 1, times: int = 1, one_in: int = 1, seed: int = 0) -> None:
+        """For tests: the ``nth`` call of ``op`` from now on (the first is 1) and the ``times - 1`` after it go as ``fault`` says.
+
+        ``one_in`` above 1: of these only about so many, chosen by ``seed``. A call takes the fault that was set first.
+        """
+        what = ffi.new(
+            "inf_fault *",
+            {"kind": fault.kind, "value": fault.value, "bit": fault.bit, "us": fault.us, "one_in": one_in, "seed": seed},
+        )
+        check(lib.inf_files_fault(self._handle, op, nth, times, what), f"fault of {op!r}: {fault}")
+
+    def mend(self, *ops: FileOp) -> None:
+        """Takes all faults of ``ops`` away, or of all operations where none is named."""
+        for op in ops or FileOp:
+            check(lib.inf_files_mend(self._handle, op), "mend")
 
     def count(self, op: FileOp) -> int:
         """How often ``op`` was called."""

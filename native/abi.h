@@ -16,9 +16,27 @@ typedef struct inf_files inf_files;
 
 int inf_files_new(inf_files **files);
 void inf_files_free(inf_files *files);
-/* The nth call (counted from 1, from now on) of `op` gives `result`: a negative errno, or for READ and WRITE a short count >= 0;
- * `times` calls in a row do so; 0 times takes all faults of `op` away. */
-int inf_files_fault(inf_files *files, int op, uint64_t nth, uint64_t times, int64_t result);
+/* What a test makes of a call. */
+enum {
+    INF_FAULT_ERROR = 1,   /* it is not carried out, and its result is -value */
+    INF_FAULT_SHORT,       /* READ, WRITE: it moves `value` bytes at most */
+    INF_FAULT_DELAY,       /* it begins `us` microseconds later */
+    INF_FAULT_HOLD,        /* READ, WRITE, DATASYNC: it begins when `value` others have ended, or `us` microseconds later */
+    INF_FAULT_FLIP,        /* READ, WRITE: the bit `bit` of byte `value` arrives inverted (modulo the bytes moved) */
+    INF_FAULT_TEAR,        /* WRITE: only its first `value` bytes reach the file, and it reports success */
+    INF_FAULT_LOSE,        /* WRITE, DATASYNC, SYNC: it does nothing, and reports success */
+    INF_FAULTS
+};
+typedef struct inf_fault {
+    int32_t kind;          /* INF_FAULT_... */
+    uint32_t bit;          /* 0 to 7 */
+    uint64_t value, us;    /* `us` at most a minute: nothing hangs */
+    uint32_t one_in, seed; /* above 1: only about one call in `one_in`, chosen by call and seed */
+} inf_fault;
+/* For tests: `times` calls of `op`, from the nth on (counted from 1, from now on), are as `fault` says; the fault set first counts. */
+int inf_files_fault(inf_files *files, int op, uint64_t nth, uint64_t times, const inf_fault *fault);
+/* Takes all faults of `op` away. */
+int inf_files_mend(inf_files *files, int op);
 uint64_t inf_files_count(const inf_files *files, int op);
 
 int inf_file_open(inf_files *files, const char *path, int flags, int mode);   /* a descriptor >= 0, or -errno */

@@ -190,11 +190,18 @@ class KernelRing {
     io_uring_cqe *cqes_ = nullptr;
 };
 
+// What the slot's entry in the ring is.
+enum class Entry {
+    kCall,
+    kRetry,   // a wait, before the call is begun again
+    kHeld,    // a wait that a fault put before the call
+};
+
 struct Slot {
     Request request;
-    int64_t short_result = -1;       // a fault lets this transfer come short after so many bytes
-    __kernel_timespec delay = {};    // of a retry
-    bool delayed = false;
+    Call call;
+    Entry entry = Entry::kCall;
+    __kernel_timespec delay = {};
     Slot *next_free = nullptr;
 };
 
@@ -287,23 +294,25 @@ class Uring : public Backend {
         Request &request = slot->request;
         for (;;) {
             const int file_op = request.op == INF_READ ? INF_FILE_READ : request.op == INF_WRITE ? INF_FILE_WRITE : INF_FILE_DATASYNC;
-            int64_t fault = 0;
-            const bool faulty = lane_->files()->ask(file_op, &fault);
-            if (!faulty || fault > 0) {
-                transfer(slot, faulty ? fault : -1);
+            const uint64_t done = request.done;
+            slot->call.begin(lane_->files(), file_op, request.fd, reinterpret_cast<void *>(request.address + done), request.nbytes - done,
+                             request.offset + done);
+            if (!slot->call.answered()) {
+                if (slot->call.wait_us()) wait(slot, Entry::kHeld, slot->call.wait_us(), slot->call.wait_calls());
+                else transfer(slot);
                 return;
             }
-            switch (request.advance(fault)) {
+            switch (request.advance(slot->call.answer())) {
                 case Next::kFinish: finish(slot); return;
-                case Next::kLater: delay(slot); return;
+                case Next::kLater: wait(slot, Entry::kRetry, request.delay_ms() * 1000); return;
                 case Next::kAgain: break;
             }
         }
     }
 
-    void transfer(Slot *slot, int64_t short_result) {
+    void transfer(Slot *slot) {
         const Request &request = slot->request;
-        slot->short_result = short_result;
+        slot->entry = Entry::kCall;
         io_uring_sqe *sqe = ring_->entry(static_cast<uint64_t>(slot - slots_.get()));
         sqe->fd = request.fd;
         if (request.op == INF_FLUSH) {
@@ -311,35 +320,35 @@ class Uring : public Backend {
             sqe->fsync_flags = IORING_FSYNC_DATASYNC;
             return;
         }
-        const size_t left = request.nbytes - request.done;
         sqe->opcode = request.op == INF_READ ? IORING_OP_READ : IORING_OP_WRITE;
         sqe->off = request.offset + request.done;
-        sqe->addr = request.address + request.done;
-        sqe->len = static_cast<uint32_t>(short_result < 0 ? left : short_nbytes(left, short_result));
+        sqe->addr = reinterpret_cast<uint64_t>(slot->call.address());
+        sqe->len = static_cast<uint32_t>(slot->call.nbytes());
     }
 
-    void delay(Slot *slot) {
-        slot->delayed = true;
-        slot->delay.tv_nsec = static_cast<long long>(slot->request.delay_ms()) * 1000000;
+    // Completes after `us` microseconds, or, where that is not 0, when `completions` others have come.
+    void wait(Slot *slot, Entry why, uint64_t us, uint32_t completions = 0) {
+        slot->entry = why;
+        slot->delay.tv_sec = static_cast<long long>(us / 1000000);
+        slot->delay.tv_nsec = static_cast<long long>(us % 1000000) * 1000;
         io_uring_sqe *sqe = ring_->entry(static_cast<uint64_t>(slot - slots_.get()));
         sqe->opcode = IORING_OP_TIMEOUT;
         sqe->fd = -1;
         sqe->addr = reinterpret_cast<uint64_t>(&slot->delay);
         sqe->len = 1;
+        sqe->off = completions;
     }
 
     void complete(Slot *slot, int32_t result) {
-        if (slot->delayed) {   // the retry is due
-            slot->delayed = false;
-            issue(slot);
-            return;
+        switch (slot->entry) {
+            case Entry::kRetry: issue(slot); return;
+            case Entry::kHeld: transfer(slot); return;
+            case Entry::kCall: break;
         }
-        int64_t moved = result;
-        if (slot->short_result >= 0 && moved > slot->short_result) moved = slot->short_result;
-        switch (slot->request.advance(moved)) {
+        switch (slot->request.advance(slot->call.end(result))) {
             case Next::kFinish: finish(slot); return;
             case Next::kAgain: issue(slot); return;
-            case Next::kLater: delay(slot); return;
+            case Next::kLater: wait(slot, Entry::kRetry, slot->request.delay_ms() * 1000); return;
         }
     }
 

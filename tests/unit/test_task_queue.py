@@ -331,13 +331,11 @@ def test_a_file_that_was_not_added_or_was_dropped_belongs_to_path_0(files: Files
     memory = Memory(64)
     with opened(files, tmp_path / "file", content=bytes(64)) as fd:
         batch = Batch()
-        for change in (
-            lambda: queue.drop_file(fd),
-            lambda: queue.add_file(fd, 1),
-            lambda: queue.add_file(fd, 0),
-            lambda: queue.drop_file(fd),
-        ):
-            queue.drop_file(fd) if path is None else queue.add_file(fd, path)
+        for path in (None, 1, 0, None):
+            if path is None:
+                queue.drop_file(fd)
+            else:
+                queue.add_file(fd, path)
             batch.read(fd, 0, 64, memory.address)
             finish(queue, queue.submit(batch), 1)
     assert [s.reads for s in queue.path_stats()] == [3, 1]
