@@ -207,17 +207,17 @@ struct Slot {
 
 class Uring : public Backend {
  public:
-    explicit Uring(inf_queue *queue) : queue_(queue) {}
+    explicit Uring(Lane *lane) : lane_(lane) {}
 
     int open() override {
-        slots_.reset(new (std::nothrow) Slot[queue_->depth()]);
+        slots_.reset(new (std::nothrow) Slot[lane_->depth()]);
         if (!slots_) return -ENOMEM;
-        for (uint32_t i = queue_->depth(); i > 0; --i) give_back(&slots_[i - 1]);
+        for (uint32_t i = lane_->depth(); i > 0; --i) give_back(&slots_[i - 1]);
         const int wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
         if (wake < 0) return -errno;
         wake_.take(wake);
         if (const int error = thread_.start<Uring, &Uring::run>(this, "infinity-io")) return error;
-        std::unique_lock<std::mutex> lock(queue_->mutex());
+        std::unique_lock<std::mutex> lock(lane_->mutex());
         while (!opened_) opening_.wait(lock);
         if (open_error_) {
             lock.unlock();
@@ -245,9 +245,9 @@ class Uring : public Backend {
  private:
     void run() {
         KernelRing ring;   // of this thread alone, from set-up on
-        const int error = ring.open(queue_->depth() + 1);
+        const int error = ring.open(lane_->depth() + 1);
         ring_ = &ring;
-        std::unique_lock<std::mutex> lock(queue_->mutex());
+        std::unique_lock<std::mutex> lock(lane_->mutex());
         opened_ = true;
         open_error_ = error;
         opening_.notify_one();
@@ -256,13 +256,13 @@ class Uring : public Backend {
         for (;;) {
             while (free_) {
                 Slot *slot = free_;
-                if (!queue_->take(&slot->request)) break;
+                if (!lane_->take(&slot->request)) break;
                 free_ = slot->next_free;
                 issue(slot);
             }
-            if (queue_->stopping()) return;
+            if (lane_->stopping()) return;
             asleep_ = free_ != nullptr;   // without a free slot there is nothing to wake for
-            queue_->unlock_and_ring(lock);
+            lane_->unlock_and_ring(lock);
             ring.enter();
             lock.lock();
             asleep_ = false;
@@ -295,7 +295,7 @@ class Uring : public Backend {
         for (;;) {
             const int file_op = request.op == INF_READ ? INF_FILE_READ : request.op == INF_WRITE ? INF_FILE_WRITE : INF_FILE_DATASYNC;
             const uint64_t done = request.done;
-            slot->call.begin(queue_->files(), file_op, request.fd, reinterpret_cast<void *>(request.address + done), request.nbytes - done,
+            slot->call.begin(lane_->files(), file_op, request.fd, reinterpret_cast<void *>(request.address + done), request.nbytes - done,
                              request.offset + done);
             if (!slot->call.answered()) {
                 if (slot->call.wait_us()) wait(slot, Entry::kHeld, slot->call.wait_us(), slot->call.wait_calls());
@@ -353,11 +353,11 @@ class Uring : public Backend {
     }
 
     void finish(Slot *slot) {
-        queue_->finish(slot->request);
+        lane_->finish(slot->request);
         give_back(slot);
     }
 
-    inf_queue *const queue_;
+    Lane *const lane_;
     std::unique_ptr<Slot[]> slots_;
     Slot *free_ = nullptr;
     Descriptor wake_;
@@ -371,7 +371,7 @@ class Uring : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> new_uring_backend(inf_queue *queue) { return std::unique_ptr<Backend>(new (std::nothrow) Uring(queue)); }
+std::unique_ptr<Backend> new_uring_backend(Lane *lane) { return std::unique_ptr<Backend>(new (std::nothrow) Uring(lane)); }
 
 }  // namespace inf
 
@@ -391,7 +391,7 @@ class Absent : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> new_uring_backend(inf_queue *) { return std::unique_ptr<Backend>(new (std::nothrow) Absent); }
+std::unique_ptr<Backend> new_uring_backend(Lane *) { return std::unique_ptr<Backend>(new (std::nothrow) Absent); }
 
 }  // namespace inf
 
