@@ -463,6 +463,22 @@ int inf_queue::path_stats(uint32_t path, inf_path_stats *stats) const {
     return 0;
 }
 
+int inf_queue::latency(uint32_t path, int op, int stage, inf_histogram *histogram) const {
+    if (path >= n_lanes_ || (op != INF_READ && op != INF_WRITE) || stage < 0 || stage >= INF_STAGES) return -EINVAL;
+    *histogram = inf_histogram{};
+    std::lock_guard<std::mutex> lock(mutex_);
+    lanes_[path]->latency(op, stage).add_to(histogram);
+    return 0;
+}
+
+int inf_queue::depths(uint32_t path, inf_histogram *histogram) const {
+    if (path >= n_lanes_) return -EINVAL;
+    *histogram = inf_histogram{};
+    std::lock_guard<std::mutex> lock(mutex_);
+    lanes_[path]->depths().add_to(histogram);
+    return 0;
+}
+
 int inf_queue::path_info(uint32_t path, inf_path_info *info) const {
     if (path >= n_lanes_) return -EINVAL;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -539,6 +555,12 @@ int inf_queue_get_stats(const inf_queue *queue, inf_queue_stats *stats) {
 }
 
 int inf_queue_get_path_stats(const inf_queue *queue, uint32_t path, inf_path_stats *stats) { return queue->path_stats(path, stats); }
+
+int inf_queue_get_latency(const inf_queue *queue, uint32_t path, int op, int stage, inf_histogram *histogram) {
+    return queue->latency(path, op, stage, histogram);
+}
+
+int inf_queue_get_depths(const inf_queue *queue, uint32_t path, inf_histogram *histogram) { return queue->depths(path, histogram); }
 
 int inf_queue_get_path_info(const inf_queue *queue, uint32_t path, inf_path_info *info) { return queue->path_info(path, info); }
 
