@@ -14,7 +14,6 @@ import errno
 import logging
 import os
 import struct
-import threading
 import time
 import weakref
 from array import array
@@ -49,7 +48,7 @@ if _TASK.size != ffi.sizeof("inf_task") or _COMPLETION.size != ffi.sizeof("inf_c
 _pack_task = _TASK.pack
 
 _SLICE_MS = 100
-_POLL_MAX = 1024
+_POLL_MAX = 256
 _LISTED_MAX = 16
 
 
@@ -350,8 +349,6 @@ class TaskQueue:
         self._finalizer = weakref.finalize(self, _close_queue, self._handle, files, self._pid)
         self._files = files
         self._stall_s = stall_s
-        self._polling = threading.Lock()
-        self._taken = bytearray(_POLL_MAX * _COMPLETION.size)
         self.n_paths = n_paths
         self.backend: str = _BACKEND_NAMES[lib.inf_queue_backend(self._handle)]
         """The backend that runs: ``uring``, ``libaio`` or ``threads``."""
@@ -380,16 +377,15 @@ class TaskQueue:
     def poll(self) -> list[Completion]:
         """Everything complete and not yet taken, in the order of completion."""
         handle = self._open_handle()
+        taken = bytearray(_POLL_MAX * _COMPLETION.size)
         completions: list[Completion] = []
-        with self._polling:
-            taken = self._taken
-            while True:
-                n = lib.inf_queue_poll(handle, ffi.from_buffer("inf_completion[]", taken), _POLL_MAX)
-                if n:
-                    rows = _COMPLETION.iter_unpack(memoryview(taken)[: n * _COMPLETION.size])
-                    completions += [Completion(id, status, value, retries) for id, value, status, retries in rows]
-                if n < _POLL_MAX:
-                    return completions
+        while True:
+            n = lib.inf_queue_poll(handle, ffi.from_buffer("inf_completion[]", taken), _POLL_MAX)
+            if n:
+                rows = _COMPLETION.iter_unpack(memoryview(taken)[: n * _COMPLETION.size])
+                completions += [Completion(id, status, value, retries) for id, value, status, retries in rows]
+            if n < _POLL_MAX:
+                return completions
 
     def wait(self, ids: Sequence[int] | Iterable[int], timeout_s: float | None = None) -> None:
         """Returns when every task of ``ids`` is complete, taken by ``poll`` or not; Ctrl-C works meanwhile.
