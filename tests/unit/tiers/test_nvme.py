@@ -16,7 +16,8 @@ import pytest
 
 from infinity.errors import IoError, SpaceError
 from infinity.task_queue import FileOp, Files
-from infinity.tiers.nvme import NvmeBacking, check_path, remove_leftovers
+from infinity.tiers.nvme import NvmeBacking
+from infinity.tiers.nvme_path import NvmePath, remove_leftovers
 
 PAGE_NBYTES = 4096
 
@@ -49,8 +50,8 @@ def test_all_slots_are_reserved_at_the_start(files: Files, tmp_path: Path) -> No
 
 def test_the_files_have_no_name(files: Files, tmp_path: Path) -> None:
     backing = make_backing(files, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [os.path.basename(backing.directory)]
-    assert os.listdir(backing.directory) == []
+    assert [path.name for path in tmp_path.iterdir()] == [os.path.basename(backing.paths[0].directory)]
+    assert os.listdir(backing.paths[0].directory) == []
     assert os.fstat(backing.place(0)[0]).st_nlink == 0
     backing.close()
 
@@ -90,7 +91,7 @@ def test_two_backings_in_one_directory_do_not_touch_each_other(files: Files, tmp
     second.close()
     with buffered(first) as file:
         assert file.read(500) == b"first" * 100
-    assert os.path.isdir(first.directory)
+    assert os.path.isdir(first.paths[0].directory)
     first.close()
 
 
@@ -102,68 +103,6 @@ def buffered(backing: NvmeBacking) -> BinaryIO:
 def test_a_backing_without_slots_opens_no_file(files: Files, tmp_path: Path) -> None:
     make_backing(files, tmp_path, 0).close()
     assert files.count(FileOp.OPEN) == 0
-
-
-def test_the_empty_directory_of_a_dead_process_is_removed(files: Files, tmp_path: Path) -> None:
-    leftover = tmp_path / f"infinity-{os.getpid()}-0123456789abcdef"
-    leftover.mkdir()
-    backing = make_backing(files, tmp_path)
-    assert not leftover.exists()
-    backing.close()
-
-
-def test_a_file_left_between_open_and_unlink_is_removed(tmp_path: Path) -> None:
-    leftover = tmp_path / "infinity-1-0123456789abcdef"
-    leftover.mkdir()
-    (leftover / "pages-0").write_bytes(b"x")
-    remove_leftovers(str(tmp_path))
-    assert not leftover.exists()
-
-
-@pytest.mark.parametrize("name", ["infinity-1-0123456789abcdef/notes.txt", "infinity-x/pages-0", "mine/pages-0"])
-def test_what_is_not_ours_is_never_removed(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.parent.mkdir()
-    path.write_bytes(b"precious")
-    remove_leftovers(str(tmp_path))
-    assert path.read_bytes() == b"precious"
-
-
-def test_a_link_with_our_name_is_not_followed(tmp_path: Path) -> None:
-    precious = tmp_path / "elsewhere"
-    precious.mkdir()
-    (precious / "pages-0").write_bytes(b"precious")
-    parent = tmp_path / "parent"
-    parent.mkdir()
-    (parent / "infinity-1-0123456789abcdef").symlink_to(precious)
-    remove_leftovers(str(parent))
-    assert (precious / "pages-0").read_bytes() == b"precious"
-
-
-def test_the_directory_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
-    directory = tmp_path / "infinity-1-0123456789abcdef"
-    directory.mkdir()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            fd = os.open(directory, os.O_RDONLY)
-            fcntl.fcntl(fd, fcntl.F_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, 0, 0, 0, 0))
-            os.write(writer, b"locked")
-            signal.pause()
-        finally:
-            os._exit(1)
-    os.close(writer)
-    try:
-        assert os.read(reader, 6) == b"locked"
-        remove_leftovers(str(tmp_path))
-        assert directory.exists()
-    finally:
-        os.close(reader)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    remove_leftovers(str(tmp_path))
-    assert not directory.exists()
 
 
 def test_more_slots_than_the_disk_has_room_for_are_refused_with_both_numbers(files: Files, tmp_path: Path) -> None:
@@ -184,20 +123,33 @@ def test_a_disk_that_fills_up_while_reserving_is_refused_and_nothing_is_left(fil
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_size_limit_is_found_at_the_start(tmp_path: Path) -> None:
-    program = f"""
+LIMITED = """
 import resource
 from infinity.errors import SpaceError
 from infinity.task_queue import Files
 from infinity.tiers.nvme import NvmeBacking
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 try:
-    NvmeBacking(Files(), {str(tmp_path)!r}, page_nbytes=4096, n_slots=1024)
+    backing = NvmeBacking(Files(), {directory!r}, page_nbytes=4096, n_slots=1024)
+    print(len(backing.files()), max(backing.place(slot)[1] for slot in range(1024)))
 except SpaceError as error:
     print(error.needed_bytes, error.free_bytes, "RLIMIT_FSIZE" in str(error))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(4 << 20), str(1 << 20), "True"]
+
+
+def under_a_file_size_limit(directory: Path, limit: int) -> list[str]:
+    program = LIMITED.format(directory=str(directory), limit=limit)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_where_files_may_not_be_large_there_are_more_of_them(tmp_path: Path) -> None:
+    assert under_a_file_size_limit(tmp_path, 1 << 20) == ["4", str((1 << 20) - 4096)]
+    assert under_a_file_size_limit(tmp_path, (1 << 20) + 1) == ["4", str((1 << 20) - 4096)]
+
+
+def test_a_file_size_limit_that_would_take_too_many_files_is_found_at_the_start(tmp_path: Path) -> None:
+    assert under_a_file_size_limit(tmp_path, 4096) == [str(2 * 4096), "4096", "True"]
+    assert under_a_file_size_limit(tmp_path, 100) == [str(2 * 4096), "100", "True"]
 
 
 def test_the_limits_of_this_process_are_not_changed(files: Files, tmp_path: Path) -> None:
@@ -256,67 +208,26 @@ def test_a_forked_child_closes_nothing_of_its_parent(files: Files, tmp_path: Pat
         backing.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert os.path.isdir(backing.directory)
+    assert os.path.isdir(backing.paths[0].directory)
     os.fstat(backing.place(0)[0])
     backing.close()
-
-
-def test_a_good_path_has_no_problem_and_nothing_is_left_in_it(tmp_path: Path) -> None:
-    assert check_path(tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_path_is_named_with_the_way_to_make_it(tmp_path: Path) -> None:
-    problem = check_path(tmp_path / "missing")
-    assert problem is not None
-    assert f"mkdir -p {tmp_path / 'missing'}" in problem
-
-
-def test_a_path_that_is_a_file_is_a_problem(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    problem = check_path(tmp_path / "file")
-    assert problem is not None
-    assert "not a directory" in problem
-
-
-@pytest.mark.parametrize(
-    ("code", "text"), [(errno.EACCES, "right to write"), (errno.EROFS, "Mount it writable"), (errno.ENOSPC, "Free some space")]
-)
-def test_a_path_that_cannot_be_written_is_a_problem_with_a_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str
-) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "open", refuse)
-    problem = check_path(tmp_path)
-    assert problem is not None
-    assert text in problem
-
-
-def test_a_path_that_is_full_is_found_by_the_write_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "write", lambda fd, data: 0)
-    problem = check_path(tmp_path)
-    assert problem is not None
-    assert "No space left" in problem
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_start_whose_directory_was_taken_for_a_leftover_begins_again(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_files = NvmeBacking._open_files
+    open_first = NvmePath._open_first
     taken: list[str] = []
 
-    def after_a_cleaner(backing: NvmeBacking, files: Files) -> tuple[bool, int]:
+    def after_a_cleaner(path: NvmePath) -> tuple[bool, int]:
         if not taken:
-            taken.append(backing.directory)
-            os.rmdir(backing.directory)  # it was looked at before it was locked, and goes before there is a file in it
-        return open_files(backing, files)
+            taken.append(path.directory)
+            os.rmdir(path.directory)  # it was looked at before it was locked, and goes before there is a file in it
+        return open_first(path)
 
-    monkeypatch.setattr(NvmeBacking, "_open_files", after_a_cleaner)
+    monkeypatch.setattr(NvmePath, "_open_first", after_a_cleaner)
     backing = make_backing(files, tmp_path)
-    assert taken != [backing.directory]
+    assert taken != [backing.paths[0].directory]
     assert backing.place(0)[0] >= 0
     backing.close()
     assert list(tmp_path.iterdir()) == []
