@@ -188,20 +188,17 @@ def _show_job(out: Console, placement: Placement, config: Config, shape: GPTConf
 
 def _show_paths(out: Console, placement: Placement) -> None:
     table = Table(title="Pages are striped over", title_justify="left", title_style="bold")
-    table.add_column("")
-    table.add_column("file system")
-    table.add_column("page cache")
-    for name in ("measured", "share", "reserved", "left free"):
-        table.add_column(name, justify="right")
+    table.add_column("", overflow="fold")
+    table.add_column("", no_wrap=True)
+    for name in ("measured", "share", "reserved"):
+        table.add_column(name, justify="right", no_wrap=True)
     for path in placement.paths:
         table.add_row(
             escape(path.path),
-            path.file_system,
-            "passed by" if path.direct else "used",
+            path.file_system + ("" if path.direct else ", page cache"),
             format_rate(path.bytes_per_s) if path.bytes_per_s is not None else "-",
             f"{path.share:.0%}",
             format_bytes(path.n_slots * placement.page_nbytes),
-            format_bytes(path.free_bytes) if path.free_bytes is not None else "unknown",
         )
     out.print(table)
 

@@ -7,7 +7,6 @@ measured. Which path a slot is on changes no content.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
@@ -21,7 +20,7 @@ from infinity.sizes import format_rate
 from infinity.task_queue import Batch, Files, TaskQueue
 from infinity.tiers.backing import Backing
 from infinity.tiers.frames import FramePool
-from infinity.tiers.nvme_path import FILE_NBYTES_MAX, NvmePath, file_system, free_bytes
+from infinity.tiers.nvme_path import FILE_NBYTES_MAX, NvmePath, file_system, file_system_id, free_bytes
 from infinity.tiers.stripes import deal, share_slots
 
 logger = logging.getLogger(__name__)
@@ -88,7 +87,8 @@ class NvmeBacking(Backing):
             if weights is None and len(names) > 1 and n_slots:
                 if queue is None or frames is None:
                     raise ValueError("several paths need weights, or a queue and frames to measure them with")
-                weights = rates = [_measure(queue, frames, index, path, n_slots) for index, path in enumerate(self.paths)]
+                weights = [_measure(queue, frames, index, path, n_slots) for index, path in enumerate(self.paths)]
+                rates = weights
             counts = share_slots(n_slots, weights or [1.0] * len(names), capacities)
             for path, count in zip(self.paths, counts, strict=True):
                 path.reserve(count)
@@ -158,10 +158,7 @@ def _capacities(paths: Sequence[str], slot_nbytes: int, n_slots: int) -> list[tu
     needed_bytes = n_slots * slot_nbytes
     by_file_system: dict[int, list[int]] = {}
     for index, path in enumerate(paths):
-        try:
-            by_file_system.setdefault(os.stat(path).st_dev, []).append(index)
-        except OSError as error:
-            raise IoError("stat", path, 0, 0, error.errno or errno.EIO) from error
+        by_file_system.setdefault(file_system_id(path), []).append(index)
     capacities: list[tuple[list[int], int]] = []
     free_by_path: dict[str, int] = {}
     for indices in by_file_system.values():

@@ -206,6 +206,14 @@ def free_bytes(path: str | int) -> int | None:
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 
+def file_system_id(path: str) -> int:
+    """The same for all paths that share their room."""
+    try:
+        return os.stat(path).st_dev
+    except OSError as error:
+        raise IoError("stat", path, 0, 0, error.errno or errno.EIO) from error
+
+
 def file_system(path: str) -> str:
     """The type of the file system that ``path`` (a real one) is on, as the kernel names it, or "unknown"."""
     kind, length = "unknown", 0

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from infinity.engine import StepMetrics, Totals
-from infinity.tiers.nvme import PathShare
 from infinity.placement import Placement, PlacementRow
+from infinity.tiers.nvme import PathShare
 
 MIB = 1 << 20
 

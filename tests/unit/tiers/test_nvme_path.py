@@ -12,6 +12,7 @@ import pytest
 from infinity.task_queue import Files
 from infinity.tiers.nvme_path import NvmePath, check_path, check_paths, file_system, free_bytes, remove_leftovers
 
+
 def test_the_empty_directory_of_a_dead_process_is_removed(tmp_path: Path) -> None:
     leftover = tmp_path / f"infinity-{os.getpid()}-0123456789abcdef"
     leftover.mkdir()
@@ -113,8 +114,6 @@ def test_a_path_that_is_full_is_found_by_the_write_test(tmp_path: Path, monkeypa
     assert problem is not None
     assert "No space left" in problem
     assert list(tmp_path.iterdir()) == []
-
-
 
 
 def test_a_directory_under_two_names_is_a_problem_of_the_second(tmp_path: Path) -> None:

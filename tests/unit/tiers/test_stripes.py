@@ -87,9 +87,12 @@ def test_a_path_has_less_than_its_speed_is_worth_only_where_its_file_system_is_f
         if sum(counts[path] for path in paths) < slots:  # has room left: nobody else got more for its speed than it, but for rounding
             for others, _ in capacities:
                 got = sum(counts[path] for path in others)
-                assert got <= sum(counts[path] for path in paths) * sum(speeds[path] for path in others) / rate + 1 + sum(
-                    speeds[path] for path in others
-                ) / rate
+                assert (
+                    got
+                    <= sum(counts[path] for path in paths) * sum(speeds[path] for path in others) / rate
+                    + 1
+                    + sum(speeds[path] for path in others) / rate
+                )
 
 
 @given(counts=st.lists(st.integers(0, 60), min_size=1, max_size=5).filter(any))
