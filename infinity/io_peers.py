@@ -173,14 +173,17 @@ class DeepSpeed(Peer):
                     "or name the Python that has it with --deepspeed-python"
                 )
             if "broken" in hello:
-                raise PeerError(f"DeepSpeed's async_io does not load in {python}: {hello['broken'].strip()}. `ds_report` says what it misses")
+                raise PeerError(
+                    f"DeepSpeed's async_io does not load in {python}: {hello['broken'].strip()}. `ds_report` says what it misses"
+                )
             self.version = str(hello["version"])
         except BaseException:
             self.close()
             raise
 
     def run(self, case: Case, bench: Bench) -> PeerRun:
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None
+        assert self._process.stdin is not None
         page_nbytes = case.page_nbytes or (case.nbytes if case.direction is not Direction.MIXED else case.nbytes // 2)
         if case.page_nbytes:
             transfers = [(transfer.reads, transfer.offset) for transfer in case.transfers()]
@@ -209,7 +212,8 @@ class DeepSpeed(Peer):
             process.communicate()
 
     def _answer(self) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise PeerError(f"DeepSpeed's process ended with exit code {self._process.wait()}. Run it by hand to see why")
@@ -275,7 +279,9 @@ class Measured:
         return Spread.of([ours.bytes_per_s / theirs.bytes_per_s for ours, theirs in zip(self.runs, peer.runs, strict=True)])
 
 
-def measure(bench: Bench, case: Case, *, runs: int, peers: Sequence[Peer] = (), step: Callable[[str], None] = lambda name: None) -> Measured:
+def measure(
+    bench: Bench, case: Case, *, runs: int, peers: Sequence[Peer] = (), step: Callable[[str], None] = lambda name: None
+) -> Measured:
     """``runs`` rounds; in each we and every peer do the case once, and each round begins with another one. One warm-up first, of all.
 
     ``step`` is told whose turn it is, warm-ups included: ``(runs + 1) * (1 + len(peers))`` times, or fewer where a peer fails.

@@ -11,8 +11,6 @@ from infinity.cli.outcome import errors_as_messages
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Measure this machine.")
 
-_SIZES = "Sizes are written as 1048576, 8MiB or 2GB."
-
 
 @app.callback()
 def _bench() -> None:
@@ -24,13 +22,27 @@ def io(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", help="A directory on the drive to measure (or a file to be made in one, and removed at once).", show_default=False
+            metavar="PATH",
+            help="A directory on the drive to measure (or a file to be made in one, and removed at once).",
+            show_default=False,
         ),
     ],
-    rw: Annotated[str, typer.Option(metavar="read|write|mixed,...", help="What to do; mixed: reads and writes in turn.")] = "read,write,mixed",
-    size: Annotated[str, typer.Option(metavar="SIZE", help="How much each run moves, and how large the file is.")] = "2GiB",
-    block_size: Annotated[str, typer.Option(metavar="SIZE,...", help="The largest request to the drive.")] = "1MiB",
-    queue_depth: Annotated[str, typer.Option(metavar="N,...", help="Requests in flight.")] = "32",
+    rw: Annotated[
+        str | None,
+        typer.Option(
+            metavar="read|write|mixed,...",
+            help="What to do; mixed: reads and writes in turn.  [default: read,write,mixed]",
+            show_default=False,
+        ),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="How much each run moves, and how long the file is.  [default: 2GiB]", show_default=False),
+    ] = None,
+    block_size: Annotated[
+        str | None, typer.Option(metavar="SIZE,...", help="The largest request to the drive.  [default: 1MiB]", show_default=False)
+    ] = None,
+    queue_depth: Annotated[str | None, typer.Option(metavar="N,...", help="Requests in flight.  [default: 32]", show_default=False)] = None,
     backend: Annotated[str, typer.Option(metavar="auto|uring|libaio|threads,...", help="How requests reach the kernel.")] = "auto",
     pages: Annotated[
         str | None,
@@ -55,6 +67,15 @@ def io(
     deepspeed_python: Annotated[
         Path | None, typer.Option(metavar="PYTHON", help="The Python that has DeepSpeed.  [default: this one]", show_default=False)
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Do again what `infinity train --io-trace FILE` recorded, as fast as it goes, on files of our own; kernels do nothing.",
+            show_default=False,
+        ),
+    ] = None,
+    paced: Annotated[bool, typer.Option("--paced", help="With --trace: hand nothing over earlier than it was recorded.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, and all else to stderr.")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
 ) -> None:
@@ -65,6 +86,8 @@ def io(
 
     DeepSpeed's two jobs are `--pages 8MiB`, many pages, and `--size 1GiB --pages 1`, one buffer. Where there are no pages, DeepSpeed
     moves everything in one call, which is what it is fastest at.
+
+    With --trace, block size and depth are the recorded ones unless they are given.
     """
     with errors_as_messages(traceback):
         from infinity.cli import bench_io
@@ -82,6 +105,8 @@ def io(
                 against=tuple(against or ()),
                 peer_huge_pages=peer_huge_pages,
                 deepspeed_python=deepspeed_python,
+                trace=trace,
+                paced=paced,
                 json=json,
             )
         )
