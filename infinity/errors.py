@@ -120,7 +120,11 @@ class CorruptPageError(InfinityError):
 
 
 class StallError(InfinityError, TimeoutError):
-    """Tasks did not end within the limit; the text lists them."""
+    """Tasks did not end within the limit: ``ids`` are theirs, and the text lists them, those that run first."""
+
+    def __init__(self, message: str, ids: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ids = tuple(ids)
 
 
 class KernelError(InfinityError):
