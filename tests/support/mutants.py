@@ -46,7 +46,7 @@ class Mutant(NamedTuple):
 
 _DISPATCHER, _THREADS, _LIBAIO = "native/queue/dispatcher.hpp", "native/queue/threads.cpp", "native/queue/libaio.cpp"
 _REQUEST, _LANE, _QUEUE, _TASK = "native/queue/request.hpp", "native/queue/lane.cpp", "native/queue/queue.cpp", "native/queue/task.hpp"
-_FILES, _STORE, _FLIGHT, _NVME = "native/files.cpp", "infinity/store.py", "infinity/flight.py", "infinity/tiers/nvme.py"
+_FILES, _STORE, _FLIGHT, _NVME = "native/files.cpp", "infinity/store.py", "infinity/flight.py", "infinity/tiers/nvme_path.py"
 _PREAD = "pread(fd, call.address(), call.nbytes(), static_cast<off_t>(offset));\n"
 _PWRITE = "pwrite(fd, call.address(), call.nbytes(), static_cast<off_t>(offset));\n"
 _MOVED = "    return call.end(moved < 0 ? -errno : moved);"
