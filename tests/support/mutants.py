@@ -310,10 +310,10 @@ def _load(path: Path) -> ModuleType:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.mutants", description=__doc__.split("\n")[0])
-    parser.add_argument("words", nargs="*", help="only mutants whose name has one of these")
+    parser.add_argument("words", nargs="*", help="only mutants in whose file or name one of these is")
     parser.add_argument("--limit-s", type=float, default=60.0, help="how long one test may take; one that hangs has noticed")
     given = parser.parse_args(arguments)
-    chosen = [mutant for mutant in MUTANTS if not given.words or any(word in mutant.name for word in given.words)]
+    chosen = [mutant for mutant in MUTANTS if not given.words or any(word in f"{mutant.path} {mutant.name}" for word in given.words)]
     with tempfile.TemporaryDirectory() as scratch:
         build = Build(Path(scratch))
         if not build.survives(given.limit_s):
