@@ -11,6 +11,7 @@ O_DIRECT where the file system does it, else without, which is said once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -234,6 +235,8 @@ def _open_unlinked(files: Files, path: str, extra_flags: int) -> int:
         _unlink(files, path)
     except BaseException:
         files.close(fd)
+        with contextlib.suppress(OSError):  # once more: nothing is left where that is possible
+            os.unlink(path)
         raise
     return fd
 
