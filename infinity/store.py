@@ -430,7 +430,8 @@ class PageStore:
         key = self._key(page)
         frame = self._begin_fetch(key, batch)
         return None if frame is None else self._fetch(batch, key, frame, to)
-self, page: PageId, handle: int) -> None:
+
+    def use(self, page: PageId, handle: int) -> None:
         """Record a task of the open batch that reads the page's frame, and comes after what ``after`` named."""
         key = self._key(page)
         frame = self._frame_of(key)

@@ -340,9 +340,7 @@ class Step:
         page = self._planes.page(flat, GRAD, index)
         begin, end = flat.spec.page_elems(GRAD, index)
         self._run_chain(
-            lambda chain: chain.kernel(
-                Kernel.SUMSQ, pack_sumsq(self._sum_segments(flat, begin, end, chain.address(page))), covers=(page,)
-            ),
+            lambda chain: chain.kernel(Kernel.SUMSQ, pack_sumsq(self._sum_segments(flat, begin, end, chain.address(page))), covers=(page,)),
             read=(page,),
         )
 

@@ -125,7 +125,7 @@ class StoreMachine(RuleBasedStateMachine):
             "write back": lambda: self.store.write_back(page, self.batch),
             "evict": lambda: self.store.evict(page),
             "discard": lambda: self.store.discard(page),
-            "chain": lambda: self.store.chain(self.batch, read=[page]),
+            "chain": lambda: self.store.chain(self.batch, read=[page], write_back=True),
         }
         before, n_tasks = [self.store.state(other) for other in PAGES], len(self.batch)
         with pytest.raises(InvariantError):
@@ -215,7 +215,7 @@ class StoreMachine(RuleBasedStateMachine):
         n_absent = sum(self.store.state(page) is PageState.ABSENT for page in (*update, *read, *write))
         n_clean = sum(self.store.state(page) is PageState.CLEAN for page in (*update, *read, *write))
         room = self.store.frames_free + self.store.frames_evictable - n_clean
-        chain = self.store.chain(self.batch, update=update, read=read, write=write, scratch=scratch)
+        chain = self.store.chain(self.batch, update=update, read=read, write=write, scratch=scratch, write_back=write_back)
         assert (chain is not None) == (n_absent + scratch <= room)
         if chain is None:
             assert len(self.batch) == n_tasks
@@ -237,7 +237,7 @@ class StoreMachine(RuleBasedStateMachine):
             nbytes = min(len(before), len(content))
             chain.kernel(Kernel.COPY, pack_copy(chain.address(to), chain.address(source_page), nbytes))
             self.content[to] = content[:nbytes] + before[nbytes:]
-        chain.close(write_back=write_back)
+        chain.close()
 
     @rule(how=st.sampled_from(["submit", "submit and poll", "submit and wait", "submit and wait"]))
     def progress(self, how: str) -> None:

@@ -256,7 +256,7 @@ def test_a_held_page_is_neither_evicted_nor_chained_nor_discarded(bench: StoreBe
     for attempt in (
         lambda: bench.store.evict(A),
         lambda: bench.store.discard(A),
-        lambda: bench.store.chain(Batch(), update=[A]),
+        lambda: bench.store.chain(Batch(), update=[A], write_back=True),
     ):
         with pytest.raises(InvariantError, match="is held"):
             attempt()
@@ -353,7 +353,7 @@ def test_a_discarded_page_is_not_read_again(gradients: StoreBench) -> None:
     with pytest.raises(InvariantError, match="no content"):
         gradients.store.fetch(page, Batch())
     with pytest.raises(InvariantError, match="no content"):
-        gradients.store.chain(Batch(), read=[page])
+        gradients.store.chain(Batch(), read=[page], write_back=True)
     with pytest.raises(InvariantError, match="no content"):
         gradients.store.read_page(page)
 
@@ -368,10 +368,10 @@ def test_a_page_that_rests_in_its_frame_is_not_discarded(tmp_path: Path) -> None
 
 def test_a_chain_reads_updates_and_writes_back(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A], read=[B])
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
     assert chain is not None
     chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
-    chain.close(write_back=True)
+    chain.close()
     assert bench.store.state(A) is bench.store.state(B) is PageState.CHAINED
     bench.run(batch)
     assert bench.store.state(A) is bench.store.state(B) is PageState.CLEAN
@@ -381,10 +381,10 @@ def test_a_chain_reads_updates_and_writes_back(bench: StoreBench) -> None:
 
 def test_a_chain_that_does_not_write_back_leaves_its_pages_dirty(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A], read=[B])
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=False)
     assert chain is not None
     chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
-    chain.close(write_back=False)
+    chain.close()
     bench.run(batch)
     assert bench.store.state(A) is PageState.DIRTY
     assert bench.store.state(B) is PageState.CLEAN
@@ -396,9 +396,9 @@ def test_a_dirty_page_that_a_chain_reads_is_dirty_again_afterwards(bench: StoreB
     bench.fetch(B)
     bench.store.mark_dirty(B)
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A], read=[B])
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
     assert chain is not None
-    chain.close(write_back=True)
+    chain.close()
     bench.run(batch)
     assert bench.store.state(B) is PageState.DIRTY
 
@@ -406,10 +406,10 @@ def test_a_dirty_page_that_a_chain_reads_is_dirty_again_afterwards(bench: StoreB
 def test_a_page_that_a_chain_overwrites_is_not_read(bench: StoreBench) -> None:
     before = bench.queue.stats().reads
     batch = Batch()
-    chain = bench.store.chain(batch, write=[A], read=[B])
+    chain = bench.store.chain(batch, write=[A], read=[B], write_back=True)
     assert chain is not None
     chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
-    chain.close(write_back=True)
+    chain.close()
     bench.run(batch)
     assert bench.queue.stats().reads - before == 1
     assert bench.at_rest(A) == bench.content(B)
@@ -419,10 +419,10 @@ def test_pages_that_rest_in_frames_end_a_chain_dirty(tmp_path: Path) -> None:
     with store_bench(tmp_path, n_frames=5, rests=(Rest.FRAME,), with_backing=False) as bench:
         bench.fill()
         batch = Batch()
-        chain = bench.store.chain(batch, update=[A, B])
+        chain = bench.store.chain(batch, update=[A, B], write_back=True)
         assert chain is not None
         chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
-        chain.close(write_back=True)
+        chain.close()
         bench.run(batch)
         assert bench.store.state(A) is PageState.DIRTY
         assert bench.store.read_page(A) == bench.content(B)
@@ -433,7 +433,7 @@ def test_a_chain_that_is_short_of_frames_changes_nothing(bench: StoreBench) -> N
     bench.fetch(A)
     bench.store.hold(A)
     batch = Batch()
-    assert bench.store.chain(batch, update=[B, C], scratch=1) is None
+    assert bench.store.chain(batch, update=[B, C], scratch=1, write_back=True) is None
     assert len(batch) == 0
     assert bench.store.state(B) is bench.store.state(C) is PageState.ABSENT
     assert bench.store.frames_free == 2
@@ -442,23 +442,23 @@ def test_a_chain_that_is_short_of_frames_changes_nothing(bench: StoreBench) -> N
 def test_a_chain_does_not_count_its_own_clean_pages_as_room(bench: StoreBench) -> None:
     for page in (A, B, C):
         bench.fetch(page)
-    assert bench.store.chain(Batch(), update=[A, B, C], scratch=1) is None
+    assert bench.store.chain(Batch(), update=[A, B, C], scratch=1, write_back=True) is None
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A, B], scratch=1)
+    chain = bench.store.chain(batch, update=[A, B], scratch=1, write_back=True)
     assert chain is not None
     assert bench.store.state(C) is PageState.ABSENT
-    chain.close(write_back=True)
+    chain.close()
     bench.run(batch)
 
 
 def test_scratch_frames_come_back_when_the_chain_ends(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, scratch=2)
+    chain = bench.store.chain(batch, scratch=2, write_back=True)
     assert chain is not None
     assert chain.scratch(0) != chain.scratch(1)
     assert bench.store.frames_free == 1
     chain.kernel_on_scratch(*slow(1000))
-    chain.close(write_back=True)
+    chain.close()
     ids = bench.submit(batch)
     bench.store.check()
     bench.finish(ids)
@@ -469,11 +469,11 @@ def test_a_kernel_on_scratch_does_not_wait_for_the_pages(bench: StoreBench) -> N
     bench.fetch(A)
     batch = Batch()
     bench.store.use(A, batch.kernel(*slow()))
-    chain = bench.store.chain(batch, update=[A], scratch=1)
+    chain = bench.store.chain(batch, update=[A], scratch=1, write_back=False)
     assert chain is not None
     chain.kernel_on_scratch(Kernel.COPY, pack_copy(chain.scratch(0), chain.scratch(0), PAGE_NBYTES))
     chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.scratch(0), PAGE_NBYTES))
-    chain.close(write_back=False)
+    chain.close()
     ids = bench.submit(batch)
     bench.queue.wait(ids)
     completions = bench.queue.poll()
@@ -483,21 +483,21 @@ def test_a_kernel_on_scratch_does_not_wait_for_the_pages(bench: StoreBench) -> N
 
 def test_a_kernel_comes_after_the_kernels_on_scratch(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A], read=[B], scratch=1)
+    chain = bench.store.chain(batch, update=[A], read=[B], scratch=1, write_back=True)
     assert chain is not None
     chain.kernel_on_scratch(*slow())
     chain.kernel(Kernel.COPY, pack_copy(chain.scratch(0), chain.address(B), PAGE_NBYTES))
     chain.kernel_on_scratch(Kernel.COPY, pack_copy(chain.address(A), chain.scratch(0), PAGE_NBYTES))
-    chain.close(write_back=True)
+    chain.close()
     bench.run(batch)
     assert bench.at_rest(A) == bench.content(B)
 
 
 def test_the_last_task_of_a_chain_ends_after_all_its_writes(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A, B, C])
+    chain = bench.store.chain(batch, update=[A, B, C], write_back=True)
     assert chain is not None
-    last = chain.close(write_back=True)
+    last = chain.close()
     first_id = bench.submit(batch)[0]
     bench.queue.wait([first_id - 1 - last])
     bench.store.settle(bench.queue.poll())
@@ -507,34 +507,34 @@ def test_the_last_task_of_a_chain_ends_after_all_its_writes(bench: StoreBench) -
 def test_a_chained_page_is_not_fetched_held_dirtied_or_chained_again(bench: StoreBench) -> None:
     bench.fetch(A)
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A])
+    chain = bench.store.chain(batch, update=[A], write_back=True)
     assert chain is not None
     for attempt in (
         lambda: bench.store.fetch(A, batch),
         lambda: bench.store.hold(A),
         lambda: bench.store.mark_dirty(A),
-        lambda: bench.store.chain(batch, read=[A]),
+        lambda: bench.store.chain(batch, read=[A], write_back=True),
         lambda: bench.store.evict(A),
         lambda: bench.store.discard(A),
     ):
         with pytest.raises(InvariantError):
             attempt()
-    chain.close(write_back=True)
+    chain.close()
     bench.run(batch)
 
 
 def test_a_page_named_twice_in_a_chain_is_refused(bench: StoreBench) -> None:
     with pytest.raises(InvariantError, match="twice"):
-        bench.store.chain(Batch(), update=[A], read=[A])
+        bench.store.chain(Batch(), update=[A], read=[A], write_back=True)
 
 
 def test_a_chain_is_closed_once(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A])
+    chain = bench.store.chain(batch, update=[A], write_back=True)
     assert chain is not None
-    chain.close(write_back=True)
+    chain.close()
     with pytest.raises(InvariantError, match="once"):
-        chain.close(write_back=True)
+        chain.close()
     bench.run(batch)
 
 
@@ -542,11 +542,11 @@ def test_an_object_that_a_chain_keeps_lives_until_it_ends(bench: StoreBench) -> 
     memory = Memory()
     gone = weakref.ref(memory)
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A])
+    chain = bench.store.chain(batch, update=[A], write_back=True)
     assert chain is not None
     chain.keep(memory)
     del memory
-    chain.close(write_back=True)
+    chain.close()
     ids = bench.submit(batch)
     assert gone() is not None
     bench.finish(ids)
@@ -557,10 +557,10 @@ def test_a_chain_whose_kernel_fails_leaves_its_pages_chained_and_the_error_known
     with store_bench(tmp_path, n_frames=3) as bench:
         bench.fill()
         batch = Batch()
-        chain = bench.store.chain(batch, update=[A], scratch=1)
+        chain = bench.store.chain(batch, update=[A], scratch=1, write_back=True)
         assert chain is not None
         chain.kernel(Kernel.SLEEP, pack_sleep(0, -errno.EINVAL))
-        chain.close(write_back=True)
+        chain.close()
         with pytest.raises(KernelError) as caught:
             bench.run(batch)
         assert bench.store.state(A) is PageState.CHAINED
@@ -587,10 +587,10 @@ def test_tasks_that_read_a_page_come_after_its_fetch(bench: StoreBench) -> None:
 
 def test_tasks_that_read_a_chained_page_come_after_its_last_kernel_but_not_its_write(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A])
+    chain = bench.store.chain(batch, update=[A], write_back=True)
     assert chain is not None
     handle = chain.kernel(*slow(0))
-    chain.close(write_back=True)
+    chain.close()
     assert bench.store.after(A) == (handle,)
     bench.run(batch)
 
@@ -686,10 +686,10 @@ def test_a_page_in_flight_is_waited_for(bench: StoreBench) -> None:
     bench.store.write_page(A, bench.content(A, seed=2))
     assert bench.store.read_page(A) == bench.content(A, seed=2)
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A], read=[B])
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
     assert chain is not None
     chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
-    chain.close(write_back=True)
+    chain.close()
     bench.submit(batch)
     assert bench.store.read_page(A) == bench.content(B)
 
