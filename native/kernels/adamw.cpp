@@ -168,6 +168,23 @@ constexpr uint64_t kStrip = 128;
 
 uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
+/* Updates a piece whose param, residual (or nothing), moments and gradient are `ranges`. With a next piece behind it, that is fetched
+ * on the way. */
+void update_piece(Kernel kernel, const Coefficients &coefficients, const Range (&ranges)[5], uint64_t numel, bool has_next) {
+    uint64_t widths[5];
+    for (int i = 0; i < 5; ++i) widths[i] = ranges[i].nbytes / numel;
+    const auto at = [&](int i, uint64_t elem) { return ranges[i].address + elem * widths[i]; };
+    for (uint64_t begin = 0; begin < numel;) {
+        const uint64_t strip = has_next ? least(numel - begin, kStrip) : numel;
+        if (has_next) {
+            for (int i = 0; i < 5; ++i) fetch_ahead(at(i, numel + begin), strip * widths[i]);
+        }
+        kernel(coefficients, Run{pointer<void>(at(0, begin)), widths[1] != 0 ? pointer<uint16_t>(at(1, begin)) : nullptr,
+                                 pointer<float>(at(2, begin)), pointer<float>(at(3, begin)), pointer<const void>(at(4, begin)), strip});
+        begin += strip;
+    }
+}
+
 bool is_valid(const inf_adamw_args &a, const inf_adamw_segment &s) {
     if (s.begin > s.end || !is_float_format(s.grad_format)) return false;
     const uint64_t pieces = a.exp_avg[1] != 0 && a.exp_avg_sq[1] != 0 ? 2 : 1;
@@ -206,21 +223,7 @@ int run_adamw(const void *args, uint32_t args_nbytes, uint64_t *value) {
             };
             const int status = checks.before(ranges, value);
             if (status != 0) return status;
-            const bool has_next = !checks.empty() && begin + numel < s.end;
-            for (uint64_t done = 0; done < numel;) {
-                const uint64_t strip = has_next ? least(numel - done, kStrip) : numel;
-                if (has_next) {
-                    for (const Range &range : ranges) {
-                        const uint64_t width = range.nbytes / numel;
-                        fetch_ahead(range.address + range.nbytes + done * width, strip * width);
-                    }
-                }
-                kernel(coefficients, Run{pointer<void>(ranges[0].address + done * param_nbytes),
-                                         is_bf16 ? pointer<uint16_t>(ranges[1].address) + done : nullptr,
-                                         pointer<float>(ranges[2].address) + done, pointer<float>(ranges[3].address) + done,
-                                         pointer<const void>(ranges[4].address + done * grad_nbytes), strip});
-                done += strip;
-            }
+            update_piece(kernel, coefficients, ranges, numel, !checks.empty() && begin + numel < s.end);
             checks.after(ranges);
             begin += numel;
         }

@@ -1,8 +1,7 @@
-/* The checksums of pages that a kernel takes while it works on them (inf_check), so that they cost no pass over memory of their own.
+/* The checksums of pages that a kernel takes while it works on them (inf_check), so that they make no pass over memory of their own.
  *
- * A kernel that has checks works in pieces that fit the cache: `before` each range of the piece that it
- * will read or change, then its work, then `after` each range that it changed; and `close` at its end, for the bytes that no piece had.
- * Ranges of one page come in ascending order. */
+ * A kernel that has checks works in pieces that fit the cache: `before` for what it will read or change of the piece, then its work, then
+ * `after` for the same ranges; and `close` at its end, for the bytes that no piece had. */
 
 #pragma once
 
@@ -50,7 +49,7 @@ class Checks {
     bool empty() const { return count_ == 0; }
 
     /* The kernel is about to read or change these bytes: 0, -EBADMSG if a page turns out not to be what was expected (`*value` says
-     * which), or -EINVAL if bytes that come after them in their page were left already. */
+     * which), or -EINVAL if not all of them are of one page, or bytes that come after them in it were left already. */
     template <int n> int before(const Range (&ranges)[n], uint64_t *value) {
         if (empty()) return 0;
         for (const Range &range : ranges) {
@@ -89,16 +88,17 @@ class Checks {
         uint32_t crc_before, crc_after;
     };
 
-    /* The check whose page has the first of these bytes, or count_. */
+    /* The first check whose page has any of these bytes, or count_. */
     uint32_t find(const Range &range) const {
         uint32_t i = 0;
-        while (i < count_ && (range.nbytes == 0 || range.address - first_[i].address >= first_[i].nbytes)) ++i;
+        while (i < count_ && (range.address >= first_[i].address + first_[i].nbytes || first_[i].address >= range.address + range.nbytes)) ++i;
         return i;
     }
 
     int reach(const Range &range, uint64_t *value) {
         const uint32_t i = find(range);
         if (i == count_) return 0;
+        if (range.address < first_[i].address) return -EINVAL;
         const uint64_t begin = range.address - first_[i].address, end = begin + range.nbytes;
         if (end > first_[i].nbytes || begin < pages_[i].left) return -EINVAL;
         skip_to(i, begin);

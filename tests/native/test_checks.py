@@ -251,8 +251,10 @@ def test_segments_in_descending_order_are_refused() -> None:
     assert run(Kernel.ACCUMULATE, pack_accumulate(segments) + check)[0] == -errno.EINVAL
 
 
-def test_a_segment_that_leaves_its_page_is_refused() -> None:
+@pytest.mark.parametrize("inside", [slice(0, -1), slice(1, None), slice(9000, 9001)])
+def test_a_segment_that_leaves_its_page_is_refused(inside: slice) -> None:
     to, source = floats(20_000, 0), floats(20_000, 1)
     args = pack_accumulate([AccumulateSegment(address(to), address(source), 20_000, False, True)])
-    check = pack_check(address(to), to.nbytes - 4, BEFORE, table_crc(to[:-1]), 0, 0)
+    page = to[inside]
+    check = pack_check(address(page), page.nbytes, BEFORE, table_crc(page), 0, 0)
     assert run(Kernel.ACCUMULATE, args + check)[0] == -errno.EINVAL

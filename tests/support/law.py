@@ -1,7 +1,7 @@
 """The law: where it runs does not change what it computes. The legs it is tested on, and how one is run.
 
-A leg is one value for each axis. Legs whose axes do not apply are not generated: without a plane on NVMe there is no backend to choose and
-no half of a host budget, and without an offloaded plane there is no host budget at all.
+A leg is one value for each axis. Legs whose axes do not apply are not generated: without a plane on NVMe there is no backend to choose,
+nothing to verify and no half of a host budget, and without an offloaded plane there is no host budget at all.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ PLACEMENTS = tuple(itertools.product(TIERS, TIERS))
 PAGES = (4 << 10, 16 << 10, 64 << 10)
 HOSTS = ("minimum", "half", "all")
 BACKENDS = ("threads", "uring")
+VERIFY = ("write+read", "off")
 THREADS = (1, 2, 4)
 OVERLAPS = ("deferred", "fused")
 DEVICES = ("cpu", "simulated")
@@ -42,6 +43,7 @@ class Leg(NamedTuple):
     page: int
     host: str
     backend: str
+    verify: str
     threads: int
     overlap: str
     device: str
@@ -84,8 +86,9 @@ def legs(*, uring: bool) -> list[Leg]:
         backends = (BACKENDS if uring else BACKENDS[:1]) if "nvme" in placement else (UNUSED,)
         if placement[0] == "none" and device_memory == "minimum":
             continue  # nothing is gathered: the least is all
-        for host, backend in itertools.product(hosts, backends):
-            found.append(Leg(workload, placement, page, host, backend, threads, overlap, device, device_memory))
+        verify = VERIFY if "nvme" in placement else (UNUSED,)
+        for host, backend, verified in itertools.product(hosts, backends, verify):
+            found.append(Leg(workload, placement, page, host, backend, verified, threads, overlap, device, device_memory))
     return found
 
 
@@ -130,6 +133,8 @@ def run(leg: Leg, directory: Path) -> runs.Outcome:
         threads=leg.threads,
         device_memory="128MiB",
     )
+    if leg.verify != UNUSED:
+        config["verify"] = leg.verify
     if leg.device_memory == "minimum":
         config = runs.with_device(config, runs.least_device_bytes(work.make, config, leg.device))
     if leg.host != UNUSED:
