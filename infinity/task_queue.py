@@ -44,7 +44,7 @@ if _TASK.size != ffi.sizeof("inf_task") or _COMPLETION.size != ffi.sizeof("inf_c
 _pack_task = _TASK.pack
 
 _SLICE_MS = 100
-_POLL_MAX = 1024
+_POLL_MAX = 256
 _LISTED_MAX = 16
 
 
@@ -343,9 +343,6 @@ class TaskQueue:
         self._finalizer = weakref.finalize(self, _close_queue, self._handle, files, self._pid)
         self._files = files
         self._stall_s = stall_s
-        self._first_id = ffi.new("uint64_t *")
-        self._taken = bytearray(_POLL_MAX * _COMPLETION.size)
-        self._stats = ffi.new("inf_queue_stats *")
         self.n_paths = n_paths
         self.backend: str = _BACKEND_NAMES[lib.inf_queue_backend(self._handle)]
         """The backend that runs: ``uring``, ``libaio`` or ``threads``."""
@@ -353,7 +350,7 @@ class TaskQueue:
     def submit(self, batch: Batch) -> int:
         """Hands all tasks of the batch over, or none; the id of the first. The batch is empty afterwards."""
         handle = self._open_handle()
-        first_id = self._first_id
+        first_id = ffi.new("uint64_t *")
         code = lib.inf_queue_submit(
             handle,
             ffi.from_buffer("inf_task[]", batch._tasks),
@@ -372,7 +369,7 @@ class TaskQueue:
     def poll(self) -> list[Completion]:
         """Everything complete and not yet taken, in the order of completion."""
         handle = self._open_handle()
-        taken = self._taken
+        taken = bytearray(_POLL_MAX * _COMPLETION.size)
         completions: list[Completion] = []
         while True:
             n = lib.inf_queue_poll(handle, ffi.from_buffer("inf_completion[]", taken), _POLL_MAX)
@@ -484,8 +481,8 @@ class TaskQueue:
 
     def stats(self) -> QueueStats:
         """The counters, now."""
-        lib.inf_queue_get_stats(self._open_handle(), self._stats)
-        stats = self._stats
+        stats = ffi.new("inf_queue_stats *")
+        lib.inf_queue_get_stats(self._open_handle(), stats)
         return QueueStats(
             read_nbytes=stats.read_nbytes,
             write_nbytes=stats.write_nbytes,
@@ -511,8 +508,8 @@ class TaskQueue:
         return self._handle
 
     def _progress(self) -> int:
-        lib.inf_queue_get_stats(self._handle, self._stats)
-        stats = self._stats
+        stats = ffi.new("inf_queue_stats *")
+        lib.inf_queue_get_stats(self._handle, stats)
         return int(stats.read_nbytes + stats.write_nbytes + stats.reads + stats.writes + stats.flushes + stats.kernels + stats.retries)
 
     def _stall(self, ids: Sequence[int], how: str) -> StallError:

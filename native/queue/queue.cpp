@@ -27,11 +27,12 @@ int inf_queue::open(int backend) {
     workers_.reset(new (std::nothrow) inf::Thread[options_.workers]);
     if (!workers_) return -ENOMEM;
     backend_kind_ = backend;
-    for (; n_lanes_ < options_.n_paths; ++n_lanes_) {
+    while (n_lanes_ < options_.n_paths) {
         std::unique_ptr<Lane> lane(new (std::nothrow) Lane(this, options_));
         if (!lane) return -ENOMEM;
         if (const int error = lane->open(backend)) return error;
-        lanes_[n_lanes_] = std::move(lane);
+        std::lock_guard<std::mutex> lock(mutex_);   // the threads of the lanes so far look at all of them
+        lanes_[n_lanes_++] = std::move(lane);
     }
     for (uint32_t i = 0; i < options_.workers; ++i) {
         if (const int error = workers_[i].start<inf_queue, &inf_queue::work>(this, "infinity-kernel")) return error;
@@ -275,11 +276,12 @@ void inf_queue::complete(TaskList *ended) {
 void inf_queue::unlock_and_ring(std::unique_lock<std::mutex> &lock) {
     const uint32_t workers = idle_workers_.claim(kernels_.demand() + kernels_.background());
     uint32_t rings[INF_PATHS_MAX];
-    for (uint32_t i = 0; i < n_lanes_; ++i) rings[i] = lanes_[i]->claim();
+    const uint32_t n_lanes = n_lanes_;   // more may be opened meanwhile
+    for (uint32_t i = 0; i < n_lanes; ++i) rings[i] = lanes_[i]->claim();
     const bool ended = ring_ended_;
     ring_ended_ = false;
     lock.unlock();
-    for (uint32_t i = 0; i < n_lanes_; ++i) {
+    for (uint32_t i = 0; i < n_lanes; ++i) {
         if (rings[i]) lanes_[i]->backend()->ring(rings[i]);
     }
     if (workers) idle_workers_.ring(workers);

@@ -195,22 +195,30 @@ def test_ctrl_c_ends_a_wait_and_the_task_goes_on(queue: TaskQueue) -> None:
 
 
 def test_threads_may_share_a_queue(queue: TaskQueue) -> None:
+    """Each gets the ids of its own tasks, and each completion goes to one of them."""
     taken: list[int] = []
+    mine: list[int] = []
+    switch_s = sys.getswitchinterval()
 
     def work() -> None:
         batch = Batch()
-        for _ in range(50):
-            for _ in range(20):
+        for _ in range(250):
+            for _ in range(4):
                 batch.kernel(SLEEP, sleep_args())
             first_id = queue.submit(batch)
-            queue.wait(range(first_id, first_id + 20))
+            mine.extend(range(first_id, first_id + 4))
             taken.extend(c.id for c in queue.poll())
 
+    sys.setswitchinterval(1e-6)
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    sys.setswitchinterval(switch_s)
+    assert sorted(mine) == list(range(1, 4001))
+    queue.wait(mine)
+    taken.extend(c.id for c in queue.poll())
     assert sorted(taken) == list(range(1, 4001))
 
 
