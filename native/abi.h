@@ -160,10 +160,10 @@ int inf_queue_get_path_info(const inf_queue *queue, uint32_t path, inf_path_info
 
 /* ---- checksum.cpp ---- */
 
-enum { INF_CRC_BEST = 0, INF_CRC_TABLE, INF_CRC_SSE42, INF_CRC_AVX512, INF_CRC_VERSIONS };
-
-uint32_t inf_crc32c(const void *data, uint64_t nbytes, uint32_t seed);   /* best version of this machine */
-/* By one version: TABLE is the reference, all give the same. -EINVAL if unknown, -EOPNOTSUPP if this machine lacks it. */
+uint32_t inf_crc32c(const void *data, uint64_t nbytes, uint32_t seed);         /* best version of this machine */
+uint32_t inf_crc32c_table(const void *data, uint64_t nbytes, uint32_t seed);   /* reference; same answer */
+enum { INF_CRC_TABLE = 0, INF_CRC_SSE42, INF_CRC_AVX512, INF_CRC_VERSIONS };
+/* By one version; all give the same. -EINVAL if unknown, -EOPNOTSUPP if this machine lacks it. */
 int inf_crc32c_by(int version, const void *data, uint64_t nbytes, uint32_t seed, uint32_t *crc);
 
 /* ---- kernels/: what a KERNEL task runs on a worker. Each has a struct of arguments, passed as bytes ---- */

@@ -161,10 +161,6 @@ bool has(int version) {
 extern "C" {
 
 int inf_crc32c_by(int version, const void *data, uint64_t nbytes, uint32_t seed, uint32_t *crc) {
-    if (version == INF_CRC_BEST) {
-        *crc = inf_crc32c(data, nbytes, seed);
-        return 0;
-    }
     if (version < 0 || version >= INF_CRC_VERSIONS) return -EINVAL;
     if (!inf::has(version)) return -EOPNOTSUPP;
     auto update = inf::table_update;
@@ -176,13 +172,17 @@ int inf_crc32c_by(int version, const void *data, uint64_t nbytes, uint32_t seed,
     return 0;
 }
 
+uint32_t inf_crc32c_table(const void *data, uint64_t nbytes, uint32_t seed) {
+    return ~inf::table_update(~seed, static_cast<const uint8_t *>(data), nbytes);
+}
+
 uint32_t inf_crc32c(const void *data, uint64_t nbytes, uint32_t seed) {
     const auto *bytes = static_cast<const uint8_t *>(data);
 #if defined(__x86_64__)
     if (inf::has(INF_CRC_AVX512)) return ~inf::avx512_update(~seed, bytes, nbytes);
     if (inf::has(INF_CRC_SSE42)) return ~inf::sse42_update(~seed, bytes, nbytes);
 #endif
-    return ~inf::table_update(~seed, bytes, nbytes);
+    return inf_crc32c_table(bytes, nbytes, seed);
 }
 
 }

@@ -141,11 +141,11 @@ class StoreMachine(RuleBasedStateMachine):
         if page is not None:
             could = self.store.frames_free + self.store.frames_evictable > 0
             if at_once:
-                expected = self.content[page] or b""
-                buffer = (ctypes.c_char * len(expected))()
+                buffer = (ctypes.c_char * self.bench.used_nbytes(page))()
                 assert (self.store.fetch_copied(page, self.batch, ctypes.addressof(buffer)) is not None) == could
-                if could:
-                    self.copies.append((buffer, expected))
+                self.buffers.append(buffer)
+                if could and page not in self.undefined:
+                    self.copies.append((buffer, self.content[page] or b""))
             else:
                 assert (self.store.fetch(page, self.batch) is not None) == could
         self.copy_out(page if page is not None and self.can("use", page) else self.pick("use", choice), delay)

@@ -34,7 +34,7 @@ def crc32c_by(version: int, data: Any, nbytes: int, seed: int) -> int:
 
 
 def crc_versions() -> list[int]:
-    """Those that this machine has, the reference and the best aside."""
+    """Those that this machine has, the table aside."""
     crc = ffi.new("uint32_t *")
     versions = range(lib.INF_CRC_TABLE + 1, lib.INF_CRC_VERSIONS)
     return [version for version in versions if lib.inf_crc32c_by(version, ffi.NULL, 0, 0, crc) == 0]
@@ -42,7 +42,7 @@ def crc_versions() -> list[int]:
 
 def table_crc(array: Array) -> int:
     """The reference's crc32c of the bytes of an array."""
-    return crc32c_by(lib.INF_CRC_TABLE, ffi.cast("void *", address(array)), array.nbytes, 0)
+    return int(lib.inf_crc32c_table(ffi.cast("void *", address(array)), array.nbytes, 0))
 
 
 def address(array: Array) -> int:
