@@ -324,6 +324,7 @@ int inf_queue::wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms) {
     for (uint32_t i = 0; i < n_ids; ++i) {
         if (ids[i] == 0 || ids[i] >= next_id_) return -EINVAL;
     }
+    ++n_waiting_;
     bool late = timeout_ms == 0;   // who only asks waits for nothing
     if (!late) {
         for (uint32_t i = 0; i < n_ids; ++i) {
@@ -332,7 +333,6 @@ int inf_queue::wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms) {
         unlock_and_ring(lock);   // for what may go only now
         lock.lock();
     }
-    ++n_waiting_;
     int result = 0;
     // From the last on, which tends to complete last: few wakes.
     for (uint32_t left = n_ids;;) {
@@ -465,6 +465,22 @@ int inf_queue::path_stats(uint32_t path, inf_path_stats *stats) const {
     return 0;
 }
 
+int inf_queue::latency(uint32_t path, int op, int stage, inf_histogram *histogram) const {
+    if (path >= n_lanes_ || (op != INF_READ && op != INF_WRITE) || stage < 0 || stage >= INF_STAGES) return -EINVAL;
+    *histogram = inf_histogram{};
+    std::lock_guard<std::mutex> lock(mutex_);
+    lanes_[path]->latency(op, stage).add_to(histogram);
+    return 0;
+}
+
+int inf_queue::depths(uint32_t path, inf_histogram *histogram) const {
+    if (path >= n_lanes_) return -EINVAL;
+    *histogram = inf_histogram{};
+    std::lock_guard<std::mutex> lock(mutex_);
+    lanes_[path]->depths().add_to(histogram);
+    return 0;
+}
+
 int inf_queue::path_info(uint32_t path, inf_path_info *info) const {
     if (path >= n_lanes_) return -EINVAL;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -541,6 +557,12 @@ int inf_queue_get_stats(const inf_queue *queue, inf_queue_stats *stats) {
 }
 
 int inf_queue_get_path_stats(const inf_queue *queue, uint32_t path, inf_path_stats *stats) { return queue->path_stats(path, stats); }
+
+int inf_queue_get_latency(const inf_queue *queue, uint32_t path, int op, int stage, inf_histogram *histogram) {
+    return queue->latency(path, op, stage, histogram);
+}
+
+int inf_queue_get_depths(const inf_queue *queue, uint32_t path, inf_histogram *histogram) { return queue->depths(path, histogram); }
 
 int inf_queue_get_path_info(const inf_queue *queue, uint32_t path, inf_path_info *info) { return queue->path_info(path, info); }
 
