@@ -72,6 +72,17 @@ class SpaceError(InfinityError, OSError):
         )
 
 
+_REMEDY = "Check the disk (dmesg, smartctl) and its free space."
+_REMEDIES = {
+    _errno.ENODATA: "The file ends before the last byte asked for.",
+    _errno.ECANCELED: "What it waited for had failed, or it was canceled.",
+    _errno.ENOENT: "Check the path.",
+    _errno.EACCES: "Check the permissions of the file and its directory.",
+    _errno.ENOSPC: "Free some space, or name another disk.",
+    _errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or take another file system.",
+}
+
+
 class IoError(InfinityError, OSError):
     """A file operation failed: ``op``, ``path``, ``offset`` (bytes), ``nbytes`` and ``errno`` say which one and how."""
 
@@ -89,8 +100,23 @@ class IoError(InfinityError, OSError):
         subject = f"{self.what}, " if self.what else ""
         return (
             f"{self.op} failed: {subject}{self.path} at byte {self.offset}, {self.nbytes} bytes: "
-            f"[{name}] {os.strerror(self.errno or 0)}. Check the disk (dmesg, smartctl) and its free space."
+            f"[{name}] {os.strerror(self.errno or 0)}. {_REMEDIES.get(self.errno or 0, _REMEDY)}"
         )
+
+
+class ArrayError(InfinityError, ValueError):
+    """An array or tensor cannot be read into or written from as it is; the text says why, and what to take instead."""
+
+
+class SafetensorsError(InfinityError, ValueError):
+    """A file is not a safetensors file, or tensors cannot become one: ``problem`` says which rule is broken (one word per rule),
+    ``name`` by which tensor, where it is one."""
+
+    def __init__(self, problem: str, path: str, what: str, name: str | None = None) -> None:
+        self.problem = problem
+        self.path = path
+        self.name = name
+        super().__init__(f"{path}: {what}" if name is None else f"{path}: tensor {name!r}: {what}")
 
 
 class CorruptPageError(InfinityError):
