@@ -190,27 +190,34 @@ class KernelRing {
     io_uring_cqe *cqes_ = nullptr;
 };
 
+// What the slot's entry in the ring is.
+enum class Entry {
+    kCall,
+    kRetry,   // a wait, before the call is begun again
+    kHeld,    // a wait that a fault put before the call
+};
+
 struct Slot {
     Request request;
-    int64_t short_result = -1;       // a fault lets this transfer come short after so many bytes
-    __kernel_timespec delay = {};    // of a retry
-    bool delayed = false;
+    Call call;
+    Entry entry = Entry::kCall;
+    __kernel_timespec delay = {};
     Slot *next_free = nullptr;
 };
 
 class Uring : public Backend {
  public:
-    explicit Uring(inf_queue *queue) : queue_(queue) {}
+    explicit Uring(Lane *lane) : lane_(lane) {}
 
     int open() override {
-        slots_.reset(new (std::nothrow) Slot[queue_->depth()]);
+        slots_.reset(new (std::nothrow) Slot[lane_->depth()]);
         if (!slots_) return -ENOMEM;
-        for (uint32_t i = queue_->depth(); i > 0; --i) give_back(&slots_[i - 1]);
+        for (uint32_t i = lane_->depth(); i > 0; --i) give_back(&slots_[i - 1]);
         const int wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
         if (wake < 0) return -errno;
         wake_.take(wake);
         if (const int error = thread_.start<Uring, &Uring::run>(this, "infinity-io")) return error;
-        std::unique_lock<std::mutex> lock(queue_->mutex());
+        std::unique_lock<std::mutex> lock(lane_->mutex());
         while (!opened_) opening_.wait(lock);
         if (open_error_) {
             lock.unlock();
@@ -238,9 +245,9 @@ class Uring : public Backend {
  private:
     void run() {
         KernelRing ring;   // of this thread alone, from set-up on
-        const int error = ring.open(queue_->depth() + 1);
+        const int error = ring.open(lane_->depth() + 1);
         ring_ = &ring;
-        std::unique_lock<std::mutex> lock(queue_->mutex());
+        std::unique_lock<std::mutex> lock(lane_->mutex());
         opened_ = true;
         open_error_ = error;
         opening_.notify_one();
@@ -249,13 +256,13 @@ class Uring : public Backend {
         for (;;) {
             while (free_) {
                 Slot *slot = free_;
-                if (!queue_->take(&slot->request)) break;
+                if (!lane_->take(&slot->request)) break;
                 free_ = slot->next_free;
                 issue(slot);
             }
-            if (queue_->stopping()) return;
+            if (lane_->stopping()) return;
             asleep_ = free_ != nullptr;   // without a free slot there is nothing to wake for
-            queue_->unlock_and_ring(lock);
+            lane_->unlock_and_ring(lock);
             ring.enter();
             lock.lock();
             asleep_ = false;
@@ -287,23 +294,25 @@ class Uring : public Backend {
         Request &request = slot->request;
         for (;;) {
             const int file_op = request.op == INF_READ ? INF_FILE_READ : request.op == INF_WRITE ? INF_FILE_WRITE : INF_FILE_DATASYNC;
-            int64_t fault = 0;
-            const bool faulty = queue_->files()->ask(file_op, &fault);
-            if (!faulty || fault > 0) {
-                transfer(slot, faulty ? fault : -1);
+            const uint64_t done = request.done;
+            slot->call.begin(lane_->files(), file_op, request.fd, reinterpret_cast<void *>(request.address + done), request.nbytes - done,
+                             request.offset + done);
+            if (!slot->call.answered()) {
+                if (slot->call.wait_us()) wait(slot, Entry::kHeld, slot->call.wait_us(), slot->call.wait_calls());
+                else transfer(slot);
                 return;
             }
-            switch (request.advance(fault)) {
+            switch (request.advance(slot->call.answer())) {
                 case Next::kFinish: finish(slot); return;
-                case Next::kLater: delay(slot); return;
+                case Next::kLater: wait(slot, Entry::kRetry, request.delay_ms() * 1000); return;
                 case Next::kAgain: break;
             }
         }
     }
 
-    void transfer(Slot *slot, int64_t short_result) {
+    void transfer(Slot *slot) {
         const Request &request = slot->request;
-        slot->short_result = short_result;
+        slot->entry = Entry::kCall;
         io_uring_sqe *sqe = ring_->entry(static_cast<uint64_t>(slot - slots_.get()));
         sqe->fd = request.fd;
         if (request.op == INF_FLUSH) {
@@ -311,44 +320,44 @@ class Uring : public Backend {
             sqe->fsync_flags = IORING_FSYNC_DATASYNC;
             return;
         }
-        const size_t left = request.nbytes - request.done;
         sqe->opcode = request.op == INF_READ ? IORING_OP_READ : IORING_OP_WRITE;
         sqe->off = request.offset + request.done;
-        sqe->addr = request.address + request.done;
-        sqe->len = static_cast<uint32_t>(short_result < 0 ? left : short_nbytes(left, short_result));
+        sqe->addr = reinterpret_cast<uint64_t>(slot->call.address());
+        sqe->len = static_cast<uint32_t>(slot->call.nbytes());
     }
 
-    void delay(Slot *slot) {
-        slot->delayed = true;
-        slot->delay.tv_nsec = static_cast<long long>(slot->request.delay_ms()) * 1000000;
+    // Completes after `us` microseconds, or, where that is not 0, when `completions` others have come.
+    void wait(Slot *slot, Entry why, uint64_t us, uint32_t completions = 0) {
+        slot->entry = why;
+        slot->delay.tv_sec = static_cast<long long>(us / 1000000);
+        slot->delay.tv_nsec = static_cast<long long>(us % 1000000) * 1000;
         io_uring_sqe *sqe = ring_->entry(static_cast<uint64_t>(slot - slots_.get()));
         sqe->opcode = IORING_OP_TIMEOUT;
         sqe->fd = -1;
         sqe->addr = reinterpret_cast<uint64_t>(&slot->delay);
         sqe->len = 1;
+        sqe->off = completions;
     }
 
     void complete(Slot *slot, int32_t result) {
-        if (slot->delayed) {   // the retry is due
-            slot->delayed = false;
-            issue(slot);
-            return;
+        switch (slot->entry) {
+            case Entry::kRetry: issue(slot); return;
+            case Entry::kHeld: transfer(slot); return;
+            case Entry::kCall: break;
         }
-        int64_t moved = result;
-        if (slot->short_result >= 0 && moved > slot->short_result) moved = slot->short_result;
-        switch (slot->request.advance(moved)) {
+        switch (slot->request.advance(slot->call.end(result))) {
             case Next::kFinish: finish(slot); return;
             case Next::kAgain: issue(slot); return;
-            case Next::kLater: delay(slot); return;
+            case Next::kLater: wait(slot, Entry::kRetry, slot->request.delay_ms() * 1000); return;
         }
     }
 
     void finish(Slot *slot) {
-        queue_->finish(slot->request);
+        lane_->finish(slot->request);
         give_back(slot);
     }
 
-    inf_queue *const queue_;
+    Lane *const lane_;
     std::unique_ptr<Slot[]> slots_;
     Slot *free_ = nullptr;
     Descriptor wake_;
@@ -362,7 +371,7 @@ class Uring : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> new_uring_backend(inf_queue *queue) { return std::unique_ptr<Backend>(new (std::nothrow) Uring(queue)); }
+std::unique_ptr<Backend> new_uring_backend(Lane *lane) { return std::unique_ptr<Backend>(new (std::nothrow) Uring(lane)); }
 
 }  // namespace inf
 
@@ -382,7 +391,7 @@ class Absent : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> new_uring_backend(inf_queue *) { return std::unique_ptr<Backend>(new (std::nothrow) Absent); }
+std::unique_ptr<Backend> new_uring_backend(Lane *) { return std::unique_ptr<Backend>(new (std::nothrow) Absent); }
 
 }  // namespace inf
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from infinity.engine import EngineState
 from infinity.errors import InfinityError, IoError
+from infinity.faults import Fault
 from infinity.task_queue import FileOp, Files
 from tests.support import models, runs
 
@@ -88,7 +89,7 @@ def test_the_nth_transfer_fails_and_the_weights_are_right_or_the_engine_says_tha
     ended_well = 0
     for nth in range(1, 100_000, 19):
         files = Files()
-        files.fault(op, nth, 1, -errno.EIO)
+        files.fault(op, Fault.error(errno.EIO), nth=nth)
         monkeypatch.setattr("infinity.engine.Files", lambda files=files: files)
         model = build()
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from infinity.errors import CorruptPageError, IoError
+from infinity.faults import Fault
 from infinity.kernel_args import Kernel, pack_copy
 from infinity.layout import PageId
 from infinity.residency import PageState
@@ -49,7 +50,7 @@ def corrupt(bench: StoreBench, page: PageId) -> None:
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENODATA, errno.EBADF])
 def test_a_failed_fetch_names_page_file_and_place_and_can_be_tried_again(bench: StoreBench, code: int) -> None:
     assert bench.backing is not None
-    bench.files.fault(FileOp.READ, 1, 1, -code)
+    bench.files.fault(FileOp.READ, Fault.error(code))
     with pytest.raises(IoError) as caught:
         bench.fetch(B)
     error = caught.value
@@ -71,7 +72,7 @@ def test_a_failed_fetch_names_page_file_and_place_and_can_be_tried_again(bench: 
 def test_after_a_failed_write_back_the_page_is_dirty_and_can_be_written_again(bench: StoreBench, code: int) -> None:
     bench.fetch(A)
     bench.poke(A, bench.content(A, seed=1))
-    bench.files.fault(FileOp.WRITE, 1, 1, -code)
+    bench.files.fault(FileOp.WRITE, Fault.error(code))
     batch = Batch()
     bench.store.write_back(A, batch)
     with pytest.raises(IoError) as caught:
@@ -85,7 +86,7 @@ def test_after_a_failed_write_back_the_page_is_dirty_and_can_be_written_again(be
 
 
 def test_one_failed_page_does_not_harm_the_others_of_its_batch(bench: StoreBench) -> None:
-    bench.files.fault(FileOp.READ, 2, 1, -errno.EIO)
+    bench.files.fault(FileOp.READ, Fault.error(errno.EIO), nth=2)
     batch = Batch()
     for page in (A, B, C):
         bench.store.fetch(page, batch)
@@ -98,7 +99,7 @@ def test_one_failed_page_does_not_harm_the_others_of_its_batch(bench: StoreBench
 
 
 def test_a_task_that_waits_for_a_failed_fetch_does_not_run_and_its_frame_is_free(bench: StoreBench) -> None:
-    bench.files.fault(FileOp.READ, 1, 1, -errno.EIO)
+    bench.files.fault(FileOp.READ, Fault.error(errno.EIO))
     batch = Batch()
     bench.store.fetch(A, batch)
     bench.store.use(A, batch.kernel(Kernel.COPY, pack_copy(0, 0, 1 << 40), bench.store.after(A)))
@@ -110,7 +111,7 @@ def test_a_task_that_waits_for_a_failed_fetch_does_not_run_and_its_frame_is_free
 
 
 def test_a_failed_read_ends_the_chain_and_nothing_is_written(bench: StoreBench) -> None:
-    bench.files.fault(FileOp.READ, 1, 1, -errno.EIO)
+    bench.files.fault(FileOp.READ, Fault.error(errno.EIO))
     batch = Batch()
     chain = bench.store.chain(batch, update=[A], read=[B])
     assert chain is not None
@@ -124,7 +125,7 @@ def test_a_failed_read_ends_the_chain_and_nothing_is_written(bench: StoreBench) 
 
 
 def test_a_failed_write_of_a_chain_is_its_error_and_its_pages_stay_chained(bench: StoreBench) -> None:
-    bench.files.fault(FileOp.WRITE, 2, 1, -errno.ENOSPC)
+    bench.files.fault(FileOp.WRITE, Fault.error(errno.ENOSPC), nth=2)
     batch = Batch()
     chain = bench.store.chain(batch, update=[A, B])
     assert chain is not None
@@ -167,7 +168,7 @@ def test_a_flipped_bit_ends_a_chain_before_its_first_kernel(bench: StoreBench) -
 
 
 def test_an_error_of_direct_access_is_raised_and_leaves_the_page_without_trusted_content(bench: StoreBench) -> None:
-    bench.files.fault(FileOp.WRITE, 1, 1, -errno.EIO)
+    bench.files.fault(FileOp.WRITE, Fault.error(errno.EIO))
     with pytest.raises(IoError):
         bench.store.write_page(A, bench.content(A, seed=1))
     assert not bench.store.has_content(A)
@@ -200,22 +201,24 @@ def scenario(bench: StoreBench) -> None:
 
 @pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize(
-    ("op", "result", "harmless"),
+    ("op", "fault", "harmless"),
     [
-        (FileOp.READ, -errno.EIO, False),
-        (FileOp.READ, -errno.EINTR, True),
-        (FileOp.READ, -errno.EAGAIN, True),
-        (FileOp.READ, 512, True),
-        (FileOp.WRITE, -errno.EIO, False),
-        (FileOp.WRITE, -errno.ENOSPC, False),
-        (FileOp.WRITE, -errno.EINTR, True),
-        (FileOp.WRITE, -errno.EAGAIN, True),
-        (FileOp.WRITE, 512, True),
+        (FileOp.READ, Fault.error(errno.EIO), False),
+        (FileOp.READ, Fault.error(errno.EINTR), True),
+        (FileOp.READ, Fault.error(errno.EAGAIN), True),
+        (FileOp.READ, Fault.short(512), True),
+        (FileOp.WRITE, Fault.error(errno.EIO), False),
+        (FileOp.WRITE, Fault.error(errno.ENOSPC), False),
+        (FileOp.WRITE, Fault.error(errno.EINTR), True),
+        (FileOp.WRITE, Fault.error(errno.EAGAIN), True),
+        (FileOp.WRITE, Fault.short(512), True),
     ],
-    ids=lambda value: value.name if isinstance(value, FileOp) else str(value),
+    ids=lambda value: (
+        value.name if isinstance(value, FileOp) else f"{value.kind.name}-{value.value}" if isinstance(value, Fault) else str(value)
+    ),
 )
 def test_the_nth_transfer_fails_and_the_result_is_right_or_a_typed_error(
-    tmp_path: Path, backend: str, op: FileOp, result: int, harmless: bool
+    tmp_path: Path, backend: str, op: FileOp, fault: Fault, harmless: bool
 ) -> None:
     nth = 0
     while True:
@@ -223,16 +226,16 @@ def test_the_nth_transfer_fails_and_the_result_is_right_or_a_typed_error(
         with store_bench(tmp_path, n_frames=3, backend=backend) as bench:
             bench.fill()
             before = bench.files.count(op)
-            bench.files.fault(op, nth, 1, result)
+            bench.files.fault(op, fault, nth=nth)
             failed = None
             try:
                 scenario(bench)
             except IoError as error:
                 failed = error.errno
             reached = bench.files.count(op) - before >= nth
-            bench.files.fault(op, 1, 0, 0)
+            bench.files.mend(op)
             bench.store.check()
-            assert failed is None or (failed == -result and not harmless)
+            assert failed is None or (failed == fault.value and not harmless)
             for page in bench.pages():
                 if bench.store.state(page) is not PageState.CHAINED and bench.store.has_content(page):
                     assert bench.store.read_page(page) in {*(bench.content(page, seed) for seed in (0, 5, 6)), bench.content(C)[:1000]}

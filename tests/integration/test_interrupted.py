@@ -19,6 +19,7 @@ from infinity import weights
 from infinity.engine import EngineState
 from infinity.errors import EngineFailedError, InfinityError, IoError
 from infinity.executor import Executor
+from infinity.faults import Fault
 from infinity.flat_param import UnitState
 from infinity.flight import Flight
 from infinity.optim.step import Step
@@ -210,13 +211,13 @@ def test_a_failed_sum_of_gradients_stops_the_engine_instead_of_waiting_for_ever(
             runs.train(trainer, rows(4)[:3])
             loss = trainer(*rows(4)[3])
             trainer.engine._flight.wait_all()
-            trainer.engine._files.fault(FileOp.READ, nth, 1, -errno.EIO)
+            trainer.engine._files.fault(FileOp.READ, Fault.error(errno.EIO), nth=nth)
             try:
                 trainer.engine.backward(loss)
                 trainer.engine._flight.wait_all()
             except InfinityError:
                 pass
-            trainer.engine._files.fault(FileOp.READ, 1, 0, 0)
+            trainer.engine._files.mend(FileOp.READ)
             if trainer.engine._store.has_failed_chains:
                 failed += 1
                 for call in (trainer.engine.zero_grad, lambda: trainer(*rows(1)[0])):
@@ -240,7 +241,7 @@ def test_a_read_that_failed_in_a_forward_is_made_again_by_the_next(tmp_path: Pat
     with open_trainer(tmp_path, device, overlap=overlap) as trainer:
         for args in rows(4):
             trainer.engine.finish()
-            trainer.engine._files.fault(FileOp.READ, 2, 1, -errno.EIO)
+            trainer.engine._files.fault(FileOp.READ, Fault.error(errno.EIO), nth=2)
             with pytest.raises(IoError):
                 call_three_times(trainer, args)
             trainer.backward(trainer(*args))
@@ -268,7 +269,7 @@ def test_close_with_a_disk_that_fails_leaves_parameters_that_can_be_touched(tmp_
     trainer = open_trainer(tmp_path, "cpu")
     runs.train(trainer, rows(2))
     trainer.engine.finish()
-    trainer.engine._files.fault(FileOp.READ, nth, 1_000_000, -errno.EIO)
+    trainer.engine._files.fault(FileOp.READ, Fault.error(errno.EIO), nth=nth, times=1_000_000)
     with pytest.raises(IoError):
         trainer.engine.close()
     assert trainer.engine.state is EngineState.CLOSED
@@ -333,12 +334,12 @@ def test_a_backward_that_a_failed_write_ended_gives_all_that_it_charged_back(tmp
 
         before = used_bytes()
         for _ in range(4):
-            engine._files.fault(FileOp.WRITE, 1, 1, -errno.EIO)
+            engine._files.fault(FileOp.WRITE, Fault.error(errno.EIO))
             try:
                 engine.backward(engine(x).square().mean())
             except IoError:
                 failed += 1
-            engine._files.fault(FileOp.WRITE, 1, 0, 0)
+            engine._files.mend(FileOp.WRITE)
             engine.zero_grad()
             assert used_bytes() == before
         assert failed > 0

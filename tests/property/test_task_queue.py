@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.faults import Fault
 from infinity.task_queue import Batch, FileOp, Files, TaskQueue
 from tests.support.queues import BACKENDS, COPY, SLEEP, Memory, copy_args, opened, sleep_args
 
@@ -131,9 +132,9 @@ def test_any_graph_of_tasks_gives_what_a_run_in_order_gives(
     files = Files()
     with tempfile.TemporaryDirectory() as directory, opened(files, Path(directory) / "file", content=b"".join(slots)) as fd:
         for op, nth, result in shorts:
-            files.fault(op, nth, 1, result)
+            files.fault(op, Fault.short(result), nth=nth)
         for op, nth in interrupts:
-            files.fault(op, nth, 2, -errno.EINTR)
+            files.fault(op, Fault.error(errno.EINTR), nth=nth, times=2)
         queue = TaskQueue(files, backend=backend, queue_depth=depth, block_nbytes=block_nbytes, workers=workers, io_threads=3)
         batch = Batch()
         names: list[int] = []  # ids, or handles of the open batch

@@ -15,6 +15,7 @@ from typing import BinaryIO
 import pytest
 
 from infinity.errors import IoError, SpaceError
+from infinity.faults import Fault
 from infinity.task_queue import FileOp, Files
 from infinity.tiers.nvme import NvmeBacking, check_path, remove_leftovers
 
@@ -177,7 +178,7 @@ def test_more_slots_than_the_disk_has_room_for_are_refused_with_both_numbers(fil
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_disk_that_fills_up_while_reserving_is_refused_and_nothing_is_left(files: Files, tmp_path: Path, code: int) -> None:
-    files.fault(FileOp.FALLOCATE, 1, 1, -code)
+    files.fault(FileOp.FALLOCATE, Fault.error(code))
     with pytest.raises(SpaceError) as caught:
         make_backing(files, tmp_path, 10)
     assert caught.value.needed_bytes == 10 * PAGE_NBYTES
@@ -209,7 +210,7 @@ def test_the_limits_of_this_process_are_not_changed(files: Files, tmp_path: Path
 def test_where_o_direct_does_not_work_pages_go_through_the_page_cache_and_that_is_said(
     files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files.fault(FileOp.OPEN, 1, 1, -errno.EINVAL)
+    files.fault(FileOp.OPEN, Fault.error(errno.EINVAL))
     with caplog.at_level(logging.INFO):
         backing = make_backing(files, tmp_path, 6, file_nbytes_max=2 * PAGE_NBYTES)
     assert not backing.direct
@@ -227,17 +228,16 @@ def test_alignment_is_a_power_of_two_that_divides_a_slot(files: Files, tmp_path:
 
 @pytest.mark.parametrize("op", [FileOp.OPEN, FileOp.FALLOCATE, FileOp.UNLINK], ids=lambda op: op.name)
 def test_a_failure_at_the_start_is_an_io_error_and_leaves_no_file(files: Files, tmp_path: Path, op: FileOp) -> None:
-    files.fault(op, 1, 1, -errno.EIO)
+    files.fault(op, Fault.error(errno.EIO))
     with pytest.raises(IoError) as caught:
         make_backing(files, tmp_path)
     assert caught.value.errno == errno.EIO
     assert str(tmp_path) in caught.value.path
-    remove_leftovers(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_system_that_cannot_reserve_still_works(files: Files, tmp_path: Path) -> None:
-    files.fault(FileOp.FALLOCATE, 1, 1, -errno.EOPNOTSUPP)
+    files.fault(FileOp.FALLOCATE, Fault.error(errno.EOPNOTSUPP))
     backing = make_backing(files, tmp_path, 10)
     assert os.fstat(backing.place(0)[0]).st_size == 10 * PAGE_NBYTES
     backing.close()
