@@ -387,6 +387,13 @@ class TaskQueue:
 
         Errors: ``StallError`` after ``timeout_s``, or when nothing in the whole queue has moved for its ``stall_s``; the tasks go on.
         """
+        self._wait(lib.inf_queue_wait, ids, timeout_s)
+
+    def wait_any(self, ids: Sequence[int] | Iterable[int], timeout_s: float | None = None) -> None:
+        """Like ``wait``, until at least one task of ``ids`` is complete."""
+        self._wait(lib.inf_queue_wait_any, ids, timeout_s)
+
+    def _wait(self, call: Any, ids: Sequence[int] | Iterable[int], timeout_s: float | None) -> None:
         handle = self._open_handle()
         wanted = array("Q", ids)
         view = ffi.from_buffer("uint64_t[]", wanted)
@@ -396,7 +403,7 @@ class TaskQueue:
         moved_at, moved = start, -1
         slice_ms = _SLICE_MS if timeout_s is None else min(_SLICE_MS, max(0, int(timeout_s * 1000)))
         while True:
-            code = lib.inf_queue_wait(handle, view, n, slice_ms)
+            code = call(handle, view, n, slice_ms)
             if code == 0:
                 return
             if code != -errno.ETIMEDOUT:

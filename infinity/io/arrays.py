@@ -104,9 +104,9 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | DTypeLike = np.uint8)
 
 
 def _empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    return torch.from_numpy(_map(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
+    loaded = sys.modules["torch"]  # whoever has a dtype of torch's has it
+    tensor: torch.Tensor = loaded.from_numpy(_map(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
+    return tensor
 
 
 def _map(nbytes: int) -> NDArray[np.uint8]:

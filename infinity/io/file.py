@@ -27,7 +27,7 @@ from infinity.io.futures import Future
 from infinity.io.queue import GRAIN_NBYTES, Queue, default_queue
 from infinity.kernel_args import Kernel, pack_copy
 from infinity.sizes import align_down, align_up
-from infinity.task_queue import Batch, Files, Priority
+from infinity.task_queue import Batch, Files, Priority, TaskQueue
 
 __all__ = ["File", "open_file"]
 
@@ -73,7 +73,7 @@ class File:
         self._prune_at = _PRUNE_AT
         self._failed: list[Future] = []
         self._is_open = True
-        self._descriptors = _Descriptors(queue.files)
+        self._descriptors = _Descriptors(queue.files, queue._queue)
         try:
             self._fd = self._open(_FLAGS[mode])
             self._check_kind()
@@ -112,16 +112,19 @@ class File:
         return self._transfer("write", array, offset, nbytes, priority)
 
     def flush(self) -> Future:
-        """``fdatasync`` behind every write asked for so far: when it has ended well, they are on the drive."""
+        """``fdatasync`` behind every write asked for so far: when it has ended well, they are on the drive.
+
+        It fails with a write that it waits for, or that has failed before and whose future nobody asked.
+        """
         queue = self._queue
         with queue._locked():
             self._check_open()
-            writes = [future for future in self._unended() if future.op == "write"]
+            pending = self._unended()
+            writes = [future for future in pending + self._failed if future.op == "write" and not (future._ended and future._asked)]
             future = Future(queue, "flush", self.path, 0, 0, self._descriptors, tuple(writes))
             batch = Batch()
             batch.flush(self._fd, [id for write in writes for id in write._tasks])
-            queue._submit(future, batch)
-            self._pending.append(future)
+            self._submit(future, batch)
             return future
 
     def reserve(self, nbytes: int) -> None:
@@ -183,7 +186,11 @@ class File:
         if error is None:
             self.close()
             return
-        with contextlib.suppress(OSError):  # the caller's own error is the one to be seen
+        with contextlib.suppress(OSError, EngineClosedError):  # the caller's own error is the one to be seen
+            if os.getpid() == self._pid:
+                with self._queue._locked():
+                    reads = [future for future in self._unended() if future.op == "read"]  # nobody will look at them
+                self._queue._cancel(reads)
             self.close()
 
     def __repr__(self) -> str:
@@ -198,6 +205,7 @@ class File:
         except OSError as error:
             raise IoError("open", self.path, 0, 0, error.errno or errno.EIO) from error
         self._descriptors.fds.append(fd)
+        self._queue._add_file(fd, self.path)
         return fd
 
     def _check_kind(self) -> None:
@@ -258,13 +266,21 @@ class File:
                 if before is None:
                     batch = Batch()
                     if self._plan(batch, future, memory.address, priority):
-                        queue._submit(future, batch)
-                        self._pending.append(future)
                         self._pending_end = max(self._pending_end, offset + length)
+                        self._submit(future, batch)
                         return future
                     before = queue._stages.borrower
             if before is not None:
                 queue._finish((before,))
+
+    def _submit(self, future: Future, batch: Batch) -> None:
+        self._pending.append(future)
+        try:
+            self._queue._submit(future, batch)
+        except BaseException:
+            if not future._tasks:
+                self._pending.remove(future)
+            raise
 
     def _conflict(self, future: Future) -> Future | None:
         """An operation under way that touches the same bytes, one of the two writing."""
@@ -334,24 +350,27 @@ class File:
 class _Descriptors:
     """Open descriptors; closed with the last reference, and each pending future has one: a number must not get another file's meanwhile."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, queue: TaskQueue) -> None:
         self.fds: list[int] = []
         self._files = files
-        self._finalizer = weakref.finalize(self, _close_unless_forked, files, self.fds, os.getpid())
+        self._queue = queue
+        self._finalizer = weakref.finalize(self, _close_unless_forked, files, queue, self.fds, os.getpid())
         self._finalizer.atexit = False
 
     def close(self, keep: int = 0) -> None:
         """All but the first ``keep``."""
-        error = _close(self._files, self.fds, keep)
+        error = _close(self._files, self._queue, self.fds, keep)
         if error is not None:
             raise error
 
 
-def _close(files: Files, fds: list[int], keep: int = 0) -> IoError | None:
+def _close(files: Files, queue: TaskQueue, fds: list[int], keep: int = 0) -> IoError | None:
     first = None
     while len(fds) > keep:
         fd = fds.pop()
         path = files.path(fd)
+        with contextlib.suppress(EngineClosedError):  # a queue that was closed, or is another process's, has let go
+            queue.drop_file(fd)
         try:
             files.close(fd)
         except OSError as error:
@@ -359,8 +378,8 @@ def _close(files: Files, fds: list[int], keep: int = 0) -> IoError | None:
     return first
 
 
-def _close_unless_forked(files: Files, fds: list[int], pid: int) -> None:
+def _close_unless_forked(files: Files, queue: TaskQueue, fds: list[int], pid: int) -> None:
     if os.getpid() == pid:
-        error = _close(files, fds)
+        error = _close(files, queue, fds)
         if error is not None:
             logger.warning("a file that was not closed: %s", error)

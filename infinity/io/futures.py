@@ -83,6 +83,13 @@ class Future:
             self._queue._collect()
         return self._ended > 0
 
+    def cancel(self) -> None:
+        """Do what is not begun no more. Returns at once; unless it was done already, the future then fails with ECANCELED, and what of
+        the bytes has moved is not said. A read cut short leaves the array, a write the file, half done."""
+        self._asked = True
+        if not self._ended:
+            self._queue._cancel((self,))
+
     def __repr__(self) -> str:
         state = "pending" if not self._ended else "failed" if self._error is not None else "done"
         return f"<infinity.io.Future: {self.op} of {self.nbytes} bytes at byte {self.offset} of {self.path}: {state}>"
@@ -109,10 +116,11 @@ class Future:
         self._held = None
         self._ended = order
 
-    def _lose(self) -> None:
+    def _lose(self, order: int) -> None:
         """Its tasks are complete, and Ctrl-C struck while their outcome was on the way here: nothing may be said of the bytes."""
+        self._asked = self._asked or not self._tasks  # that one was never submitted
         self._status = -errno.EINTR
-        self._end(1)
+        self._end(order)
 
 
 def wait(futures: Iterable[Future], timeout: float | None = None) -> int:

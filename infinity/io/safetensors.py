@@ -56,8 +56,8 @@ DTYPES = {
     "F4": torch.float4_e2m1fn_x2,
     "BOOL": torch.bool,
 }
-"""By the format's names, in the order in which the library of that name writes them: the widest first, so that all lie at multiples of their
-width. One element of torch's F4 is two of the format's, along the last dimension."""
+"""By the format's names, in the order in which the library of that name writes them: the widest first, so that all lie at multiples of
+their width. One element of torch's F4 is two of the format's, along the last dimension."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
 
