@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from infinity.errors import ArrayError, IoError, SafetensorsError
+from infinity.errors import ArrayError, InfinityError, IoError, SafetensorsError
 from infinity.io.arrays import empty, memory_of
 from infinity.io.file import File, open_file
 from infinity.io.futures import Future, wait
@@ -254,7 +254,7 @@ def _replacing(target: str, queue: Queue) -> Iterator[str]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             files.unlink(temporary)
-        if isinstance(error, OSError) and not isinstance(error, IoError):
+        if isinstance(error, OSError) and not isinstance(error, InfinityError):
             raise IoError(op, target, 0, 0, error.errno or errno.EIO) from error
         raise
 
