@@ -95,6 +95,7 @@ class Queue:
         deadline = time.monotonic() + _LEAVE_S
         while self._waiting - {threading.get_ident()} and time.monotonic() < deadline:
             time.sleep(0.001)
+        self._queue.close()
         self._finalizer()
 
     def __enter__(self) -> Queue:
@@ -231,10 +232,16 @@ class _Stages:
         self._free += self._borrowers.pop(future, ())
 
 
+_abandoned: list[object] = []
+
+
 def _drain(queue: TaskQueue, futures: dict[Future, None], stages: _Stages) -> None:
-    """For a queue that nobody closed: memory goes after the kernel has let go of it."""
-    queue.close()
-    futures.clear()
+    """For a queue that nobody closed: memory goes after the kernel has let go of it, or not at all."""
+    try:
+        queue.close()
+    except BaseException:
+        _abandoned.append((queue, futures, stages))
+        raise
 
 
 def _checked_bytes(key: str, value: int | str, multiple: int) -> int:
