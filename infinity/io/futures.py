@@ -6,7 +6,9 @@ Who may set it is the queue.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -110,7 +112,9 @@ class Future:
             cause = next((future._error for future in self._causes if future._error is not None), None)
             if self._status == -errno.ECANCELED and cause is not None:
                 what = f"after {cause.op} failed at byte {cause.offset}"
-            self._error = IoError(self.op, self.path, self.offset, self.nbytes, -self._status, what)
+            self._error = IoError(
+                self.op, self.path, self.offset, self.nbytes, -self._status, what, **_circumstances(self.path, -self._status)
+            )
             self._error.__cause__ = cause
         self._causes = ()
         self._held = None
@@ -121,6 +125,17 @@ class Future:
         self._asked = self._asked or not self._tasks  # that one was never submitted
         self._status = -errno.EINTR
         self._end(order)
+
+
+def _circumstances(path: str, code: int) -> dict[str, int]:
+    """The figure that explains the errno, where there is one."""
+    with contextlib.suppress(OSError):
+        if code == errno.ENODATA:
+            return {"file_nbytes": os.stat(path).st_size}
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            disk = os.statvfs(path)
+            return {"free_bytes": disk.f_bavail * disk.f_frsize}
+    return {}
 
 
 def wait(futures: Iterable[Future], timeout: float | None = None) -> int:

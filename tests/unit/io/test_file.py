@@ -153,10 +153,11 @@ def test_a_read_beyond_the_end_is_an_error_with_its_numbers(directory: Path, que
     path.write_bytes(bytes(200_000))
     with infinity.io.open(path, queue=queue) as file:
         future = file.read_into(blank(nbytes, shift=shift), offset)
-        with pytest.raises(IoError, match="ends before") as caught:
+        with pytest.raises(IoError, match="The file has 200000 bytes") as caught:
             future.wait()
     error = caught.value
     assert (error.op, error.path, error.offset, error.nbytes, error.errno) == ("read", str(path), offset, nbytes, errno.ENODATA)
+    assert error.file_nbytes == 200_000
 
 
 def test_a_read_clipped_to_the_end_is_none(one_queue: Queue, tmp_path: Path) -> None:
