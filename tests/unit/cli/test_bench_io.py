@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from infinity.cli import app
-from infinity.cli.bench_io import Options, check, name_of
+from infinity.cli.bench_io import UNLIKE_MEMORY, Options, check, name_of
 from infinity.errors import OptionsError
 from infinity.io_bench import Bench, Direction
 from infinity.io_trace import IoTrace
@@ -218,7 +218,7 @@ def test_fio_is_measured_and_the_ratio_to_its_better_engine_shown(tmp_path: Path
     log = install_fio(tmp_path / "bin")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     answer = json_of(tmp_path, *TINY, "--against", "fio", "--rw", "read,mixed")
-    assert answer["notes"] == []
+    assert answer["notes"] == [UNLIKE_MEMORY]
     for case in answer["cases"]:
         assert [(peer["name"], peer["variant"], peer["version"]) for peer in case["peers"]] == [
             ("fio", "io_uring", "3.33"),
@@ -230,6 +230,19 @@ def test_fio_is_measured_and_the_ratio_to_its_better_engine_shown(tmp_path: Path
         expected = sorted(262144 / run["seconds"] / (262144 / 0.010) for run in case["runs"])
         assert (ratio["min"], ratio["max"]) == (pytest.approx(expected[0]), pytest.approx(expected[-1]))
     assert [run["rw"] for run in runs_of(log)] == ["read"] * 6 + ["rw"] * 6
+
+
+def test_peers_may_have_huge_pages_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "fio"
+    program.write_text(f'#!/bin/sh\necho "$GLIBC_TUNABLES" >> {tmp_path}/tunables\necho fio-3.33\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    for more in ([], ["--peer-huge-pages"]):
+        bench(tmp_path, *TINY, "--against", "fio", "--rw", "read", *more)
+    seen = (tmp_path / "tunables").read_text().splitlines()
+    assert set(seen[: len(seen) // 2]) == {""}
+    assert set(seen[len(seen) // 2 :]) == {"glibc.malloc.hugetlb=1"}
 
 
 def test_the_table_says_how_many_times_as_fast_we_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
