@@ -44,7 +44,7 @@ ffi.set_source(
     include_dirs=[NATIVE.relative_to(NATIVE.parent).as_posix()],
     depends=sorted(path.relative_to(NATIVE.parent).as_posix() for pattern in ("*.h", "*.hpp") for path in NATIVE.rglob(pattern)),
     extra_compile_args=FLAGS,
-    extra_link_args=["-pthread"],
+    extra_link_args=["-pthread", "-ldl"],
     py_limited_api=True,
 )
 
