@@ -25,7 +25,7 @@ from infinity.errors import EngineClosedError, StallError
 from infinity.faults import Fault
 from infinity.native import check, ffi, lib
 
-__all__ = ["Backend", "Batch", "Completion", "FileOp", "Files", "Priority", "QueueStats", "TaskQueue"]
+__all__ = ["Backend", "Batch", "Completion", "FileOp", "Files", "PathInfo", "PathStats", "Priority", "QueueStats", "TaskQueue"]
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,17 @@ class Backend(enum.Enum):
     AUTO = "auto"
     THREADS = "threads"
     URING = "uring"
+    LIBAIO = "libaio"
+
+
+_BACKENDS = {
+    Backend.URING: int(lib.INF_BACKEND_URING),
+    Backend.LIBAIO: int(lib.INF_BACKEND_LIBAIO),
+    Backend.THREADS: int(lib.INF_BACKEND_THREADS),
+}
+"""The best first."""
+_SYSTEM_NAMES = {Backend.URING: "io_uring", Backend.LIBAIO: "the kernel's asynchronous I/O"}
+_BACKEND_NAMES = {code: backend.value for backend, code in _BACKENDS.items()}
 
 
 class Priority(enum.IntEnum):
@@ -95,7 +106,7 @@ class Completion(NamedTuple):
 class QueueStats:
     """Counters since the queue was opened.
 
-    Units: ``io_busy_s`` is the time with at least one read or write at the backend.
+    Units: ``reads`` to ``kernels`` count tasks; ``io_busy_s`` is the time with at least one read or write in flight.
     """
 
     read_nbytes: int
@@ -108,6 +119,39 @@ class QueueStats:
     retries: int
     in_flight: int
     io_busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PathStats:
+    """Counters of one path since the queue was opened.
+
+    Units: ``reads`` to ``in_flight`` count requests; ``busy_s`` is the time with at least one read or write in flight.
+    """
+
+    read_nbytes: int
+    write_nbytes: int
+    reads: int
+    writes: int
+    flushes: int
+    shorts: int
+    retries: int
+    in_flight: int
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PathInfo:
+    """How one path is carried out.
+
+    Units: ``depth`` is the most requests at the backend at a time, fewer than asked for where the system allows no more.
+    """
+
+    backend: str
+    depth: int
+    files_registered: int
+    memory_registered_nbytes: int
+    notes: tuple[str, ...]
+    """What the backend does without, and why."""
 
 
 def _free_files(handle: Any, pid: int) -> None:
@@ -270,7 +314,10 @@ def _close_queue(handle: Any, files: Files, pid: int) -> None:
 class TaskQueue:
     """The native queue.
 
-    Order: ``submit`` never waits, ``poll`` never waits, ``wait`` does. Ids grow from 1. Any thread may call.
+    Order: ``submit`` never waits, ``poll`` never waits, ``wait`` does. Ids grow from 1. Any thread may call. What is ready and most
+    urgent goes first; what is waited for, and all that it depends on, becomes DEMAND.
+    Units: ``queue_depth`` requests of at most ``block_nbytes``, and ``in_flight_nbytes``, are at the backend at a time, for each of
+        ``n_paths`` paths, which have ``io_threads`` each where the backend is ``threads``.
     Memory: owns rings, descriptors and threads; keeps ``files`` alive. In a forked child it is nobody's: every call raises there.
     Errors: ``OSError`` when the backend asked for does not work here; ``EngineClosedError`` after ``close``.
     """
@@ -282,11 +329,16 @@ class TaskQueue:
         backend: Backend | str = Backend.AUTO,
         queue_depth: int = 32,
         block_nbytes: int = 1 << 20,
+        in_flight_nbytes: int = 256 << 20,
         workers: int = 1,
         io_threads: int = 4,
+        n_paths: int = 1,
         stall_s: float = 600.0,
     ) -> None:
-        self._handle = _open_queue(files, Backend(backend), queue_depth, block_nbytes, workers, io_threads)
+        options = ffi.new("inf_queue_options *")
+        options.depth, options.block_nbytes, options.in_flight_nbytes = queue_depth, block_nbytes, in_flight_nbytes
+        options.workers, options.io_threads, options.n_paths = workers, io_threads, n_paths
+        self._handle = _open_queue(files, Backend(backend), options)
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close_queue, self._handle, files, self._pid)
         self._files = files
@@ -294,8 +346,9 @@ class TaskQueue:
         self._first_id = ffi.new("uint64_t *")
         self._taken = bytearray(_POLL_MAX * _COMPLETION.size)
         self._stats = ffi.new("inf_queue_stats *")
-        self.backend: str = "uring" if lib.inf_queue_backend(self._handle) == lib.INF_BACKEND_URING else "threads"
-        """The backend that runs: ``uring`` or ``threads``."""
+        self.n_paths = n_paths
+        self.backend: str = _BACKEND_NAMES[lib.inf_queue_backend(self._handle)]
+        """The backend that runs: ``uring``, ``libaio`` or ``threads``."""
 
     def submit(self, batch: Batch) -> int:
         """Hands all tasks of the batch over, or none; the id of the first. The batch is empty afterwards."""
@@ -359,6 +412,76 @@ class TaskQueue:
             elif now - moved_at >= self._stall_s:
                 raise self._stall(wanted, f"and nothing in the queue has moved for {now - moved_at:.0f} s")
 
+    def cancel(self, ids: Iterable[int] | None = None) -> None:
+        """What is not begun of these tasks (None: of all) ends with ``ECANCELED``, a task that depends on others after them; kernels
+        that run and requests at the backend go to their end. Never waits."""
+        handle = self._open_handle()
+        if ids is None:
+            lib.inf_queue_cancel(handle, ffi.NULL, 0)
+            return
+        wanted = array("Q", ids)
+        if wanted:
+            lib.inf_queue_cancel(handle, ffi.from_buffer("uint64_t[]", wanted), len(wanted))
+
+    # ---- what transfers will use ----
+
+    def add_file(self, fd: int, path: int = 0) -> None:
+        """Transfers of ``fd`` submitted from now on belong to that path; the backend may register the file."""
+        check(lib.inf_queue_add_file(self._open_handle(), fd, path), f"add descriptor {fd} to path {path} of {self.n_paths}")
+
+    def drop_file(self, fd: int) -> None:
+        """Before ``fd`` is closed, with nothing of it in flight: a registered file would live on. One that was not added is fine."""
+        check(lib.inf_queue_drop_file(self._open_handle(), fd), f"drop descriptor {fd}")
+
+    def add_memory(self, address: int, nbytes: int) -> None:
+        """Transfers will use this memory: the backends may register it."""
+        check(lib.inf_queue_add_memory(self._open_handle(), ffi.cast("void *", address), nbytes), f"add {nbytes} bytes of memory")
+
+    def drop_memory(self, address: int) -> None:
+        """Before the memory is given back, with nothing in flight there. Memory that was not added is fine."""
+        check(lib.inf_queue_drop_memory(self._open_handle(), ffi.cast("void *", address)), "drop memory")
+
+    # ---- what happened ----
+
+    def info(self) -> tuple[PathInfo, ...]:
+        """How each path is carried out."""
+        handle, info = self._open_handle(), ffi.new("inf_path_info *")
+        paths = []
+        for path in range(self.n_paths):
+            check(lib.inf_queue_get_path_info(handle, path, info), f"path {path}")
+            notes = ffi.string(info.notes).decode(errors="replace").splitlines()
+            paths.append(
+                PathInfo(
+                    backend=_BACKEND_NAMES[info.backend],
+                    depth=info.depth,
+                    files_registered=info.files_registered,
+                    memory_registered_nbytes=info.memory_registered_nbytes,
+                    notes=tuple(notes),
+                )
+            )
+        return tuple(paths)
+
+    def path_stats(self) -> tuple[PathStats, ...]:
+        """The counters of each path, now."""
+        handle, stats = self._open_handle(), ffi.new("inf_path_stats *")
+        paths = []
+        for path in range(self.n_paths):
+            check(lib.inf_queue_get_path_stats(handle, path, stats), f"path {path}")
+            paths.append(
+                PathStats(
+                    read_nbytes=stats.read_nbytes,
+                    write_nbytes=stats.write_nbytes,
+                    reads=stats.reads,
+                    writes=stats.writes,
+                    flushes=stats.flushes,
+                    shorts=stats.shorts,
+                    retries=stats.retries,
+                    in_flight=stats.in_flight,
+                    busy_s=stats.busy_ns / 1e9,
+                )
+            )
+        return tuple(paths)
+
     def stats(self) -> QueueStats:
         """The counters, now."""
         lib.inf_queue_get_stats(self._open_handle(), self._stats)
@@ -421,22 +544,23 @@ class TaskQueue:
         return f"task {id}: {what}: {_PHASES[phase[0]]}"
 
 
-def _open_queue(files: Files, backend: Backend, queue_depth: int, block_nbytes: int, workers: int, io_threads: int) -> Any:
+def _open_queue(files: Files, backend: Backend, options: Any) -> Any:
     out = ffi.new("inf_queue **")
-    options = ffi.new("inf_queue_options *")
-    options.depth, options.block_nbytes, options.workers, options.io_threads = queue_depth, block_nbytes, workers, io_threads
 
-    def attempt(kind: int) -> int:
-        options.backend = kind
+    def attempt(kind: Backend) -> int:
+        options.backend = _BACKENDS[kind]
         return int(lib.inf_queue_open(files.handle, options, out))
 
-    if backend is Backend.THREADS:
-        check(attempt(lib.INF_BACKEND_THREADS), "task queue (threads)")
-    elif backend is Backend.URING:
-        check(attempt(lib.INF_BACKEND_URING), "task queue (uring): io_uring does not work here, use backend 'threads' or 'auto'")
-    else:
-        code = attempt(lib.INF_BACKEND_URING)
-        if code < 0:
-            check(attempt(lib.INF_BACKEND_THREADS), "task queue")
-            _log.info("io_uring does not work here (%s): reads and writes go through %d threads", os.strerror(-code), io_threads)
+    if backend is not Backend.AUTO:
+        hint = "" if backend is Backend.THREADS else f": {_SYSTEM_NAMES[backend]} does not work here, use backend 'threads' or 'auto'"
+        check(attempt(backend), f"task queue ({backend.value}){hint}")
+        return out[0]
+    first = attempt(Backend.URING)
+    if first < 0:
+        if attempt(Backend.LIBAIO) == 0:
+            carrier = Backend.LIBAIO.value
+        else:
+            check(attempt(Backend.THREADS), "task queue")
+            carrier = f"{options.io_threads} threads"
+        _log.info("io_uring does not work here (%s): reads and writes go through %s", os.strerror(-first), carrier)
     return out[0]

@@ -52,7 +52,7 @@ int inf_file_direct_alignment(int fd, uint32_t *memory_align, uint32_t *offset_a
 /* ---- queue/: tasks that may depend on earlier tasks ---- */
 
 enum { INF_READ = 0, INF_WRITE = 1, INF_FLUSH = 2, INF_KERNEL = 3 };
-enum { INF_BACKEND_AUTO = 0, INF_BACKEND_THREADS = 1, INF_BACKEND_URING = 2 };
+enum { INF_BACKEND_AUTO = 0, INF_BACKEND_THREADS = 1, INF_BACKEND_URING = 2, INF_BACKEND_LIBAIO = 3 };
 /* Of tasks that are ready, the most urgent goes first. */
 enum { INF_DEMAND = 0, INF_WRITE_BACK = 1, INF_PREFETCH = 2, INF_PRIORITIES };
 
@@ -83,36 +83,80 @@ typedef struct inf_queue_stats {
     uint64_t reads, writes, flushes, kernels;   /* finished tasks */
     uint64_t shorts, retries;
     uint64_t in_flight;     /* tasks submitted and not complete */
-    uint64_t io_busy_ns;    /* time with at least one READ or WRITE in flight */
+    uint64_t io_busy_ns;    /* time with at least one READ or WRITE in flight on some path */
 } inf_queue_stats;
+
+/* Of one path. */
+typedef struct inf_path_stats {
+    uint64_t read_nbytes, write_nbytes;
+    uint64_t reads, writes, flushes;   /* finished requests */
+    uint64_t shorts, retries;
+    uint64_t in_flight;                /* requests at the backend */
+    uint64_t busy_ns;                  /* time with at least one READ or WRITE there */
+} inf_path_stats;
+
+/* How one path is carried out. */
+typedef struct inf_path_info {
+    int32_t backend;                    /* INF_BACKEND_..., never AUTO */
+    uint32_t depth;                     /* requests at the backend at most; fewer than asked for where the system allows no more */
+    uint64_t files_registered;
+    uint64_t memory_registered_nbytes;
+    char notes[512];                    /* what the backend does without and why, a line each; ends in a 0 */
+} inf_path_info;
 
 typedef struct inf_queue inf_queue;
 
 typedef struct inf_queue_options {
     int32_t backend;        /* INF_BACKEND_... */
-    uint32_t depth;         /* requests in flight at the backend */
+    uint32_t depth;         /* requests at the backend, of each path */
     uint64_t block_nbytes;  /* the largest request */
+    uint64_t in_flight_nbytes;   /* bytes at the backend, of each path; one request always may go */
     uint32_t workers;       /* kernel threads (>= 1) */
-    uint32_t io_threads;    /* of the threads backend */
+    uint32_t io_threads;    /* of the threads backend, of each path */
+    uint32_t n_paths;       /* 1 ... INF_PATHS_MAX */
 } inf_queue_options;
+
+enum { INF_PATHS_MAX = 16 };
 
 /* A backend that does not work here is -ENOSYS / -EPERM; AUTO takes the best that works. */
 int inf_queue_open(inf_files *files, const inf_queue_options *options, inf_queue **queue);
-int inf_queue_backend(const inf_queue *queue);   /* INF_BACKEND_THREADS or INF_BACKEND_URING */
+int inf_queue_backend(const inf_queue *queue);   /* INF_BACKEND_..., never AUTO */
 /* Waits until all in flight are complete, joins every thread. */
 void inf_queue_close(inf_queue *queue);
+
+/* Transfers of `fd` submitted from now on go to `path` (those of a descriptor that was not added: to path 0), and its backend may
+ * register the file. */
+int inf_queue_add_file(inf_queue *queue, int fd, uint32_t path);
+/* Before `fd` is closed, with nothing of it in flight: when this returns, the kernel has let go of a registered file. A descriptor
+ * that was not added is fine. */
+int inf_queue_drop_file(inf_queue *queue, int fd);
+/* Transfers will use this memory: the backends may register it. */
+int inf_queue_add_memory(inf_queue *queue, void *base, uint64_t nbytes);
+/* Before it is unmapped, with nothing in flight there. */
+int inf_queue_drop_memory(inf_queue *queue, void *base);
+
 /* All or nothing. Task i gets id *first_id + i; ids grow and start at 1. after[j] >= 1 is the id of an earlier task (one already
  * complete is fine); after[j] < 0 is task -1 - after[j] of this batch, which must come before. */
 int inf_queue_submit(inf_queue *queue, const inf_task *tasks, uint32_t n_tasks, const int64_t *after, uint32_t n_after,
                      const uint8_t *args, uint64_t args_nbytes, uint64_t *first_id);
 /* Takes up to `max` completions, in the order of completion; returns how many. Each is given exactly once. */
 int inf_queue_poll(inf_queue *queue, inf_completion *completions, uint32_t max);
-/* Until every one of `ids` is complete (taken by poll or not): 0, or -ETIMEDOUT after timeout_ms. */
+/* Until every one of `ids` is complete (taken by poll or not): 0, or -ETIMEDOUT after timeout_ms. They and everything that they
+ * depend on become INF_DEMAND, unless timeout_ms is 0. */
 int inf_queue_wait(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms);
+/* Tasks not begun end with -ECANCELED, those that depend on others when these have ended; of transfers begun no further request is
+ * handed over; a kernel that runs goes on. No ids: all tasks. Ids that are complete or unknown are fine. */
+int inf_queue_cancel(inf_queue *queue, const uint64_t *ids, uint32_t n_ids);
+/* From now on submit is -ESHUTDOWN. Waits until nothing is in flight: 0, or -ETIMEDOUT after timeout_ms. */
+int inf_queue_drain(inf_queue *queue, uint32_t timeout_ms);
+/* The ids of up to `max` tasks not complete, oldest first; returns how many. */
+int inf_queue_list(const inf_queue *queue, uint64_t *ids, uint32_t max);
 enum { INF_WAITING = 0, INF_READY = 1, INF_RUNNING = 2 };
 /* What task `id` is (`after_count`: dependencies still missing) and how far it is, or -ENOENT when it is complete or unknown. */
 int inf_queue_pending(const inf_queue *queue, uint64_t id, inf_task *task, int *phase);
 int inf_queue_get_stats(const inf_queue *queue, inf_queue_stats *stats);
+int inf_queue_get_path_stats(const inf_queue *queue, uint32_t path, inf_path_stats *stats);
+int inf_queue_get_path_info(const inf_queue *queue, uint32_t path, inf_path_info *info);
 
 /* ---- checksum.cpp ---- */
 

@@ -4,12 +4,13 @@
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <utility>
 
 #include "kernels/kernels.hpp"
 
 using inf::Block;
 using inf::Edge;
-using inf::Request;
+using inf::Lane;
 using inf::Task;
 using inf::TaskList;
 
@@ -18,25 +19,19 @@ namespace {
 constexpr uint64_t kRequestNbytesMax = 1u << 30;   // the kernel moves less than 2 GiB in one call
 constexpr uint32_t kDepthMax = 4096, kThreadsMax = 1024;
 
-uint64_t now_ns() {
-    const auto since = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(since).count());
-}
-
-bool transfers(int op) { return op == INF_READ || op == INF_WRITE; }
-
 }  // namespace
 
 inf_queue::~inf_queue() { stop(); }
 
 int inf_queue::open(int backend) {
-    backend_ = backend == INF_BACKEND_URING ? inf::new_uring_backend(this) : inf::new_threads_backend(this);
     workers_.reset(new (std::nothrow) inf::Thread[options_.workers]);
-    if (!backend_ || !workers_) return -ENOMEM;
+    if (!workers_) return -ENOMEM;
     backend_kind_ = backend;
-    if (const int error = backend_->open()) {
-        backend_.reset();
-        return error;
+    for (; n_lanes_ < options_.n_paths; ++n_lanes_) {
+        std::unique_ptr<Lane> lane(new (std::nothrow) Lane(this, options_));
+        if (!lane) return -ENOMEM;
+        if (const int error = lane->open(backend)) return error;
+        lanes_[n_lanes_] = std::move(lane);
     }
     for (uint32_t i = 0; i < options_.workers; ++i) {
         if (const int error = workers_[i].start<inf_queue, &inf_queue::work>(this, "infinity-kernel")) return error;
@@ -47,15 +42,16 @@ int inf_queue::open(int backend) {
 void inf_queue::stop() {
     std::unique_lock<std::mutex> lock(mutex_);
     closing_ = true;
-    while (in_flight_ > 0) ended_.wait(lock);
+    while (in_flight_ > 0 || n_waiting_ > 0) ended_.wait(lock);
     stopping_ = true;
     const uint32_t workers = idle_workers_.claim(options_.workers);
-    const uint32_t backends = backend_ ? backend_->claim(UINT32_MAX) : 0;
+    uint32_t rings[INF_PATHS_MAX];
+    for (uint32_t i = 0; i < n_lanes_; ++i) rings[i] = lanes_[i]->claim_all();
     lock.unlock();
     idle_workers_.ring(workers);
-    if (backend_) {
-        backend_->ring(backends);
-        backend_->join();
+    for (uint32_t i = 0; i < n_lanes_; ++i) {
+        lanes_[i]->backend()->ring(rings[i]);
+        lanes_[i]->backend()->join();
     }
     for (uint32_t i = 0; workers_ && i < options_.workers; ++i) workers_[i].join();
 }
@@ -100,6 +96,11 @@ bool inf_queue::is_failed(uint64_t id) const {
         else end = middle;
     }
     return begin < n_failed_ && failed_[begin] == id;
+}
+
+Lane *inf_queue::lane(int fd) const {
+    const uint8_t path = fd >= 0 && static_cast<uint64_t>(fd) < fds_end_ ? path_of_fd_[static_cast<uint64_t>(fd)] : 0;
+    return lanes_[path ? path - 1 : 0].get();
 }
 
 int inf_queue::submit(const inf_task *tasks, uint32_t n_tasks, const int64_t *after, uint32_t n_after, const uint8_t *args, uint64_t args_nbytes,
@@ -149,6 +150,8 @@ int inf_queue::submit(const inf_task *tasks, uint32_t n_tasks, const int64_t *af
         task->op = from.op;
         task->fd = from.fd;
         task->kernel = from.kernel;
+        task->priority = from.priority;
+        if (from.op != INF_KERNEL) task->lane = lane(from.fd);
         if (from.op == INF_KERNEL) {
             task->args = memory + args_at + from.args_offset;
             task->args_nbytes = from.args_nbytes;
@@ -158,16 +161,18 @@ int inf_queue::submit(const inf_task *tasks, uint32_t n_tasks, const int64_t *af
             task->address = from.address;
         }
         window_[task->id] = reinterpret_cast<uintptr_t>(task);
+        task->needs = edge;
         for (uint32_t j = from.after_begin; j < from.after_begin + from.after_count; ++j) {
             const uint64_t id = after[j] < 0 ? next_id_ + static_cast<uint64_t>(-1 - after[j]) : static_cast<uint64_t>(after[j]);
             if (Task *earlier = live(id)) {
-                *edge = {task, earlier->dependents};
+                *edge = {task, earlier, earlier->dependents};
                 earlier->dependents = edge++;
-                ++task->pending;
+                ++task->n_needs;
             } else if (is_failed(id)) {
                 task->doomed = true;
             }
         }
+        task->pending = task->n_needs;
     }
     next_id_ = end_id;
     in_flight_ += n_tasks;
@@ -186,14 +191,40 @@ void inf_queue::make_ready(Task *task, TaskList *ended) {
         task->status = -ECANCELED;
         ended->push(task);
     } else if (task->op == INF_KERNEL) {
-        kernels_ready_.push(task);
-        ++n_kernels_ready_;
+        kernels_.push(task, 1);
     } else if (task->op != INF_FLUSH && task->nbytes == 0) {
         ended->push(task);
     } else {
-        task->unissued = task->op == INF_FLUSH ? 1 : (task->nbytes - 1) / options_.block_nbytes + 1;
-        requests_ready_ += task->unissued;
-        io_ready_.push(task);
+        task->lane->push(task);
+    }
+}
+
+// Q6. A stack of links in the tasks, because chains are long.
+void inf_queue::raise(Task *task) {
+    if (task->raised) return;
+    task->raised = true;
+    task->next_raised = nullptr;
+    for (Task *top = task; top;) {
+        task = top;
+        top = task->next_raised;
+        if (task->priority != INF_DEMAND) task->lane ? task->lane->raise(task) : kernels_.raise(task);
+        for (uint32_t i = 0; i < task->n_needs; ++i) {
+            Task *earlier = task->needs[i].earlier;
+            if (!earlier || earlier->raised) continue;
+            earlier->raised = true;
+            earlier->next_raised = top;
+            top = earlier;
+        }
+    }
+}
+
+void inf_queue::cancel(Task *task, TaskList *ended) {
+    if (task->pending > 0) {
+        task->doomed = true;
+    } else if (task->unissued > 0) {
+        task->lane ? task->lane->drop(task) : kernels_.drop(task);
+        if (task->status == 0) task->status = -ECANCELED;
+        if (task->requests == 0) ended->push(task);
     }
 }
 
@@ -221,6 +252,7 @@ void inf_queue::complete(TaskList *ended) {
         Edge *in_order = nullptr;
         for (Edge *edge = task->dependents; edge;) {
             Edge *next = edge->next;
+            edge->earlier = nullptr;
             edge->next = in_order;
             in_order = edge;
             edge = next;
@@ -240,55 +272,16 @@ void inf_queue::complete(TaskList *ended) {
     }
 }
 
-bool inf_queue::take(Request *request) {
-    if (io_ready_.empty()) return false;
-    Task *task = io_ready_.front();
-    *request = Request{};
-    request->task = task;
-    request->op = task->op;
-    request->fd = task->fd;
-    if (transfers(task->op)) {
-        const uint64_t left = task->nbytes - task->issued;
-        request->offset = task->offset + task->issued;
-        request->address = task->address + task->issued;
-        request->nbytes = left < options_.block_nbytes ? left : options_.block_nbytes;
-        task->issued += request->nbytes;
-        if (transfers_++ == 0) busy_since_ns_ = now_ns();
-    }
-    ++task->requests;
-    --requests_ready_;
-    if (--task->unissued == 0) io_ready_.pop();
-    return true;
-}
-
-void inf_queue::finish(const Request &request) {
-    Task *task = request.task;
-    --task->requests;
-    task->value += request.done;
-    task->retries += request.shorts + request.retries;
-    stats_.shorts += request.shorts;
-    stats_.retries += request.retries;
-    if (request.op == INF_READ) stats_.read_nbytes += request.done;
-    if (request.op == INF_WRITE) stats_.write_nbytes += request.done;
-    if (transfers(request.op) && --transfers_ == 0) stats_.io_busy_ns += now_ns() - busy_since_ns_;
-    if (request.status < 0 && task->status == 0) {
-        task->status = request.status;
-        if (task->unissued > 0) {   // then it is the front: requests are taken from there only
-            requests_ready_ -= task->unissued;
-            task->unissued = 0;
-            io_ready_.pop();
-        }
-    }
-    if (task->requests == 0 && task->unissued == 0) complete(task);
-}
-
 void inf_queue::unlock_and_ring(std::unique_lock<std::mutex> &lock) {
-    const uint32_t workers = idle_workers_.claim(n_kernels_ready_);
-    const uint32_t backends = requests_ready_ ? backend_->claim(requests_ready_) : 0;
+    const uint32_t workers = idle_workers_.claim(kernels_.demand() + kernels_.background());
+    uint32_t rings[INF_PATHS_MAX];
+    for (uint32_t i = 0; i < n_lanes_; ++i) rings[i] = lanes_[i]->claim();
     const bool ended = ring_ended_;
     ring_ended_ = false;
     lock.unlock();
-    if (backends) backend_->ring(backends);
+    for (uint32_t i = 0; i < n_lanes_; ++i) {
+        if (rings[i]) lanes_[i]->backend()->ring(rings[i]);
+    }
     if (workers) idle_workers_.ring(workers);
     if (ended) ended_.notify_all();
 }
@@ -296,15 +289,15 @@ void inf_queue::unlock_and_ring(std::unique_lock<std::mutex> &lock) {
 void inf_queue::work() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-        if (kernels_ready_.empty()) {
+        Task *task = kernels_.next(true);
+        if (!task) {
             if (stopping_) return;
             unlock_and_ring(lock);
             lock.lock();
-            if (kernels_ready_.empty() && !stopping_) idle_workers_.sleep(lock);
+            if (!kernels_.next(true) && !stopping_) idle_workers_.sleep(lock);
             continue;
         }
-        Task *task = kernels_ready_.pop();
-        --n_kernels_ready_;
+        kernels_.begun(task);
         task->running = true;
         unlock_and_ring(lock);
         uint64_t value = 0;
@@ -329,16 +322,97 @@ int inf_queue::wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms) {
     for (uint32_t i = 0; i < n_ids; ++i) {
         if (ids[i] == 0 || ids[i] >= next_id_) return -EINVAL;
     }
+    bool late = timeout_ms == 0;   // who only asks waits for nothing
+    if (!late) {
+        for (uint32_t i = 0; i < n_ids; ++i) {
+            if (Task *task = live(ids[i])) raise(task);
+        }
+        unlock_and_ring(lock);   // for what may go only now
+        lock.lock();
+    }
+    ++n_waiting_;
+    int result = 0;
     // From the last on, which tends to complete last: few wakes.
-    bool late = timeout_ms == 0;
     for (uint32_t left = n_ids;;) {
         Task *task = nullptr;
         while (left > 0 && !(task = live(ids[left - 1]))) --left;
-        if (left == 0) return 0;
-        if (late) return -ETIMEDOUT;
+        if (left == 0) break;
+        if (late) {
+            result = -ETIMEDOUT;
+            break;
+        }
         task->watched = true;
         late = ended_.wait_until(lock, deadline) == std::cv_status::timeout;
     }
+    if (--n_waiting_ == 0 && closing_) ended_.notify_all();
+    return result;
+}
+
+void inf_queue::cancel(const uint64_t *ids, uint32_t n_ids) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    TaskList ended;
+    if (n_ids == 0) {
+        for (uint64_t id = base_; id < next_id_; ++id) {
+            if (Task *task = live(id)) cancel(task, &ended);
+        }
+    }
+    for (uint32_t i = 0; i < n_ids; ++i) {
+        Task *task = ids[i] < next_id_ ? live(ids[i]) : nullptr;
+        if (task) cancel(task, &ended);
+    }
+    complete(&ended);
+    unlock_and_ring(lock);
+}
+
+int inf_queue::drain(uint32_t timeout_ms) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+    std::unique_lock<std::mutex> lock(mutex_);
+    closing_ = true;
+    ++n_waiting_;
+    bool late = timeout_ms == 0;
+    while (in_flight_ > 0 && !late) late = ended_.wait_until(lock, deadline) == std::cv_status::timeout;
+    const int result = in_flight_ > 0 ? -ETIMEDOUT : 0;
+    if (--n_waiting_ == 0) ended_.notify_all();
+    return result;
+}
+
+int inf_queue::add_file(int fd, uint32_t path) {
+    if (fd < 0 || path >= n_lanes_) return -EINVAL;
+    drop_file(fd);
+    std::lock_guard<std::mutex> one(adding_);
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const uint64_t end = static_cast<uint64_t>(fd) + 1;
+        if (end > fds_end_) {
+            if (!path_of_fd_.reserve(end, 0, fds_end_)) return -ENOMEM;
+            for (; fds_end_ < end; ++fds_end_) path_of_fd_[fds_end_] = 0;
+        }
+        path_of_fd_[static_cast<uint64_t>(fd)] = static_cast<uint8_t>(1 + path);
+    }
+    lanes_[path]->backend()->add_file(fd);
+    return 0;
+}
+
+void inf_queue::drop_file(int fd) {
+    std::lock_guard<std::mutex> one(adding_);
+    Lane *of_file = nullptr;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (fd < 0 || static_cast<uint64_t>(fd) >= fds_end_ || path_of_fd_[static_cast<uint64_t>(fd)] == 0) return;
+        of_file = lane(fd);
+        path_of_fd_[static_cast<uint64_t>(fd)] = 0;
+    }
+    of_file->backend()->drop_file(fd);
+}
+
+void inf_queue::add_memory(void *base, uint64_t nbytes) {
+    std::lock_guard<std::mutex> one(adding_);
+    for (uint32_t i = 0; i < n_lanes_; ++i) lanes_[i]->backend()->add_memory(base, nbytes);
+}
+
+void inf_queue::drop_memory(void *base) {
+    std::lock_guard<std::mutex> one(adding_);
+    for (uint32_t i = 0; i < n_lanes_; ++i) lanes_[i]->backend()->drop_memory(base);
 }
 
 int inf_queue::pending(uint64_t id, inf_task *answer, int *phase) const {
@@ -358,11 +432,42 @@ int inf_queue::pending(uint64_t id, inf_task *answer, int *phase) const {
     return 0;
 }
 
+int inf_queue::list(uint64_t *ids, uint32_t max) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    uint32_t n = 0;
+    for (uint64_t id = base_; id < next_id_ && n < max && n < INT32_MAX; ++id) {
+        if (live(id)) ids[n++] = id;
+    }
+    return static_cast<int>(n);
+}
+
 void inf_queue::stats(inf_queue_stats *stats) const {
     std::lock_guard<std::mutex> lock(mutex_);
     *stats = stats_;
     stats->in_flight = in_flight_;
-    if (transfers_) stats->io_busy_ns += now_ns() - busy_since_ns_;
+    if (transfers_) stats->io_busy_ns += inf::now_ns() - busy_since_ns_;
+    for (uint32_t i = 0; i < n_lanes_; ++i) {
+        inf_path_stats of_path;
+        lanes_[i]->stats(&of_path);
+        stats->read_nbytes += of_path.read_nbytes;
+        stats->write_nbytes += of_path.write_nbytes;
+        stats->shorts += of_path.shorts;
+        stats->retries += of_path.retries;
+    }
+}
+
+int inf_queue::path_stats(uint32_t path, inf_path_stats *stats) const {
+    if (path >= n_lanes_) return -EINVAL;
+    std::lock_guard<std::mutex> lock(mutex_);
+    lanes_[path]->stats(stats);
+    return 0;
+}
+
+int inf_queue::path_info(uint32_t path, inf_path_info *info) const {
+    if (path >= n_lanes_) return -EINVAL;
+    std::lock_guard<std::mutex> lock(mutex_);
+    lanes_[path]->describe(info);
+    return 0;
 }
 
 extern "C" {
@@ -370,8 +475,9 @@ extern "C" {
 int inf_queue_open(inf_files *files, const inf_queue_options *options, inf_queue **queue) {
     *queue = nullptr;
     inf_queue_options o = *options;
-    if (o.backend < INF_BACKEND_AUTO || o.backend > INF_BACKEND_URING) return -EINVAL;
+    if (o.backend < INF_BACKEND_AUTO || o.backend > INF_BACKEND_LIBAIO) return -EINVAL;
     if (o.depth == 0 || o.depth > kDepthMax || o.block_nbytes == 0) return -EINVAL;
+    if (o.n_paths == 0 || o.n_paths > INF_PATHS_MAX || o.in_flight_nbytes == 0) return -EINVAL;
     if (o.workers == 0 || o.workers > kThreadsMax || o.io_threads == 0 || o.io_threads > kThreadsMax) return -EINVAL;
     if (o.block_nbytes > kRequestNbytesMax) o.block_nbytes = kRequestNbytesMax;
     if (o.backend == INF_BACKEND_AUTO) {
@@ -401,9 +507,39 @@ int inf_queue_wait(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32
 
 int inf_queue_pending(const inf_queue *queue, uint64_t id, inf_task *task, int *phase) { return queue->pending(id, task, phase); }
 
+int inf_queue_list(const inf_queue *queue, uint64_t *ids, uint32_t max) { return queue->list(ids, max); }
+
+int inf_queue_cancel(inf_queue *queue, const uint64_t *ids, uint32_t n_ids) {
+    queue->cancel(ids, n_ids);
+    return 0;
+}
+
+int inf_queue_drain(inf_queue *queue, uint32_t timeout_ms) { return queue->drain(timeout_ms); }
+
+int inf_queue_add_file(inf_queue *queue, int fd, uint32_t path) { return queue->add_file(fd, path); }
+
+int inf_queue_drop_file(inf_queue *queue, int fd) {
+    queue->drop_file(fd);
+    return 0;
+}
+
+int inf_queue_add_memory(inf_queue *queue, void *base, uint64_t nbytes) {
+    queue->add_memory(base, nbytes);
+    return 0;
+}
+
+int inf_queue_drop_memory(inf_queue *queue, void *base) {
+    queue->drop_memory(base);
+    return 0;
+}
+
 int inf_queue_get_stats(const inf_queue *queue, inf_queue_stats *stats) {
     queue->stats(stats);
     return 0;
 }
+
+int inf_queue_get_path_stats(const inf_queue *queue, uint32_t path, inf_path_stats *stats) { return queue->path_stats(path, stats); }
+
+int inf_queue_get_path_info(const inf_queue *queue, uint32_t path, inf_path_info *info) { return queue->path_info(path, info); }
 
 }  // extern "C"

@@ -1,19 +1,32 @@
-// The task queue: dependencies, splitting, accounting. Which thread does what:
+// The task queue: dependencies, promotion, accounting. Which thread does what:
 //
 //   submit, poll, wait      the caller's threads
 //   kernels                 `workers` threads of the queue
-//   reads, writes, flushes  the backend: a pool of threads, or one dispatcher that alone touches the ring
+//   reads, writes, flushes  one lane for each path (lane.hpp): a pool of threads, or one dispatcher that alone touches the ring
 //
-// One mutex guards everything here; no I/O and no kernel runs under it. Whoever ends a task makes its dependents ready in the same
-// critical section and takes one of them itself where it can.
+// One mutex guards everything here and in the lanes; no I/O and no kernel runs under it. Whoever ends a task makes its dependents
+// ready in the same critical section and takes one of them itself where it can.
+//
+// The life of a task, and what moves it:
+//
+//   submit --> WAITING --the last dependency ended--> READY --take--> RUNNING --finish (the last piece)--> complete
+//                 |                                     ^                |
+//                 |                                     +--- take: more requests than are at the backend
+//                 +--doomed: a dependency failed, or cancel--> complete (-ECANCELED), when all its dependencies have ended
+//              READY --cancel--> complete (-ECANCELED)
+//              RUNNING --cancel, or a request failed--> no further request is taken; complete when those at the backend have ended
 //
 // Q1  A task is ready when all its dependencies are complete. If one of them failed, it ends with -ECANCELED instead of running; it
 //     still ends only after all of them, so "the last task of a frame is complete" means that nothing touches the frame any more.
 // Q2  A task completes once: whole, or with an errno and with nothing of it left at the backend.
 // Q3  After submit returned, nothing here allocates: room for completions and failures is made there, so it is all or nothing.
+// Q4  A transfer belongs to one lane from submit on, that of its file then. Lanes share nothing but the mutex: a path that is slow,
+//     or stands still, holds up no transfer of another one that does not depend on it.
+// Q5  Of what is ready the most urgent goes first (lane.hpp says what "goes" means for transfers); nothing waits for ever.
+// Q6  What somebody waits for is DEMAND, and so is everything that it depends on. A task is raised once, so a wait costs what is new.
+// Q7  Cancelling begins nothing and breaks nothing off: a kernel that runs and requests at the backend go to their end.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -21,7 +34,8 @@
 #include <memory>
 #include <mutex>
 
-#include "request.hpp"
+#include "lane.hpp"
+#include "task.hpp"
 #include "thread.hpp"
 
 extern "C" {
@@ -29,62 +43,6 @@ extern "C" {
 }
 
 namespace inf {
-
-struct Block;
-
-// "`dependent` waits for the task in whose list this is." Owned by the dependent.
-struct Edge {
-    Task *dependent;
-    Edge *next;
-};
-
-struct Task {
-    Task *next;          // in a ready list, or among those that just ended
-    Edge *dependents;
-    Block *block;        // the memory this lies in
-    const uint8_t *args;
-    uint64_t id;
-    uint64_t offset, nbytes, address;
-    uint64_t issued;     // READ, WRITE: bytes handed to the backend
-    uint64_t unissued;   // requests not handed to it yet
-    uint64_t value;
-    uint32_t args_nbytes;
-    uint32_t pending;    // dependencies not complete
-    uint32_t requests;   // at the backend
-    uint32_t retries;
-    int32_t op, fd, kernel, status;
-    bool doomed;         // a dependency failed
-    bool watched;        // somebody waits for it
-    bool running;        // a kernel on a worker
-};
-
-// What one submit allocated: its tasks, edges and arguments. Freed with its last task.
-struct Block {
-    uint64_t alive;
-};
-
-// First in, first out.
-class TaskList {
- public:
-    Task *front() const { return head_; }
-    bool empty() const { return head_ == nullptr; }
-
-    void push(Task *task) {
-        task->next = nullptr;
-        if (head_) tail_->next = task;
-        else head_ = task;
-        tail_ = task;
-    }
-
-    Task *pop() {
-        Task *task = head_;
-        head_ = task->next;
-        return task;
-    }
-
- private:
-    Task *head_ = nullptr, *tail_ = nullptr;
-};
 
 // A power-of-two array of plain values that grows without exceptions. Indexed by ever-growing counters.
 template <typename T>
@@ -117,19 +75,6 @@ class Ring {
     uint64_t capacity_ = 0;
 };
 
-// What carries out requests. It asks the queue for them (`take`) and gives each back (`finish`).
-class Backend {
- public:
-    virtual ~Backend() = default;
-    // Starts its threads: 0, or -errno with nothing left behind.
-    virtual int open() = 0;
-    // With the mutex: how many rings `ready` requests call for; `ring` is called without it.
-    virtual uint32_t claim(uint64_t ready) = 0;
-    virtual void ring(uint32_t n) = 0;
-    // After the queue's `stopping`.
-    virtual void join() = 0;
-};
-
 }  // namespace inf
 
 struct inf_queue {
@@ -146,29 +91,33 @@ struct inf_queue {
     int poll(inf_completion *completions, uint32_t max);
     int wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms);
     int pending(uint64_t id, inf_task *task, int *phase) const;
+    int list(uint64_t *ids, uint32_t max) const;
+    void cancel(const uint64_t *ids, uint32_t n_ids);
+    int drain(uint32_t timeout_ms);
+    int add_file(int fd, uint32_t path);
+    void drop_file(int fd);
+    void add_memory(void *base, uint64_t nbytes);
+    void drop_memory(void *base);
     void stats(inf_queue_stats *stats) const;
-
-    // For backends: all with the mutex held.
-    std::mutex &mutex() { return mutex_; }
-    inf_files *files() const { return files_; }
-    uint32_t depth() const { return options_.depth; }
-    uint32_t io_threads() const { return options_.io_threads; }
-    bool stopping() const { return stopping_; }
-    bool has_requests() const { return requests_ready_ > 0; }
-    bool take(inf::Request *request);
-    void finish(const inf::Request &request);
-    // Releases the mutex and rings everybody for whom there is work.
-    void unlock_and_ring(std::unique_lock<std::mutex> &lock);
+    int path_stats(uint32_t path, inf_path_stats *stats) const;
+    int path_info(uint32_t path, inf_path_info *info) const;
 
  private:
+    friend class inf::Lane;
+
     enum Mark : uintptr_t { kSucceeded = 0, kFailed = 1 };   // else a Task *
 
     int check(const inf_task *tasks, uint32_t n_tasks, const int64_t *after, uint64_t args_nbytes) const;
     bool is_failed(uint64_t id) const;
     inf::Task *live(uint64_t id) const;
+    inf::Lane *lane(int fd) const;
     void make_ready(inf::Task *task, inf::TaskList *ended);
+    void raise(inf::Task *task);
+    void cancel(inf::Task *task, inf::TaskList *ended);
     void complete(inf::TaskList *ended);
     void complete(inf::Task *task);
+    // Releases the mutex and rings everybody for whom there is work.
+    void unlock_and_ring(std::unique_lock<std::mutex> &lock);
     void work();
     void stop();
 
@@ -177,6 +126,7 @@ struct inf_queue {
 
     mutable std::mutex mutex_;
     std::condition_variable ended_;   // a watched task, or the last in flight
+    uint32_t n_waiting_ = 0;          // threads in wait and drain
     bool ring_ended_ = false;
     bool stopping_ = false;
     bool closing_ = false;
@@ -190,22 +140,18 @@ struct inf_queue {
     uint64_t completions_begin_ = 0, completions_end_ = 0;
     inf::Ring<inf_completion> completions_;
 
-    inf::TaskList io_ready_, kernels_ready_;
-    uint64_t requests_ready_ = 0, n_kernels_ready_ = 0;   // a task of n requests counts n
+    inf::ReadyLists kernels_;
     inf::Sleepers idle_workers_;
+    std::unique_ptr<inf::Thread[]> workers_;
+
+    std::unique_ptr<inf::Lane> lanes_[INF_PATHS_MAX];
+    uint32_t n_lanes_ = 0;
+    std::mutex adding_;   // one file or memory at a time; taken before mutex_
+    inf::Ring<uint8_t> path_of_fd_;   // 1 + the path of an added file
+    uint64_t fds_end_ = 0;
 
     inf_queue_stats stats_ = {};
-    uint64_t transfers_ = 0, busy_since_ns_ = 0;   // READ and WRITE requests at the backend
+    uint64_t transfers_ = 0, busy_since_ns_ = 0;   // READ and WRITE requests at the backends
 
     int backend_kind_ = 0;
-    std::unique_ptr<inf::Backend> backend_;
-    std::unique_ptr<inf::Thread[]> workers_;
 };
-
-namespace inf {
-
-// Null when there is no memory for it.
-std::unique_ptr<Backend> new_threads_backend(inf_queue *queue);
-std::unique_ptr<Backend> new_uring_backend(inf_queue *queue);
-
-}  // namespace inf

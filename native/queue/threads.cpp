@@ -13,15 +13,17 @@ namespace {
 
 class Threads : public Backend {
  public:
-    explicit Threads(inf_queue *queue) : queue_(queue) {}
+    explicit Threads(Lane *lane) : lane_(lane) {}
 
     int open() override {
-        const uint32_t n = std::min(queue_->io_threads(), queue_->depth());
+        const uint32_t n = std::min(lane_->io_threads(), lane_->depth());
         threads_.reset(new (std::nothrow) Thread[n]);
         if (!threads_) return -ENOMEM;
-        for (; n_threads_ < n; ++n_threads_) {
-            if (const int error = threads_[n_threads_].start<Threads, &Threads::run>(this, "infinity-io")) return n_threads_ ? 0 : error;
-        }
+        int error = 0;
+        for (; n_threads_ < n && !error; ++n_threads_) error = threads_[n_threads_].start<Threads, &Threads::run>(this, "infinity-io");
+        if (error && --n_threads_ == 0) return error;
+        std::lock_guard<std::mutex> lock(lane_->mutex());
+        lane_->limit_depth(n_threads_);
         return 0;
     }
 
@@ -37,9 +39,9 @@ class Threads : public Backend {
         const uint64_t offset = request.offset + request.done, nbytes = request.nbytes - request.done;
         void *address = reinterpret_cast<void *>(request.address + request.done);
         switch (request.op) {
-            case INF_READ: return read_at(queue_->files(), request.fd, address, nbytes, offset);
-            case INF_WRITE: return write_at(queue_->files(), request.fd, address, nbytes, offset);
-            default: return inf_file_datasync(queue_->files(), request.fd);
+            case INF_READ: return read_at(lane_->files(), request.fd, address, nbytes, offset);
+            case INF_WRITE: return write_at(lane_->files(), request.fd, address, nbytes, offset);
+            default: return inf_file_datasync(lane_->files(), request.fd);
         }
     }
 
@@ -58,20 +60,20 @@ class Threads : public Backend {
     }
 
     void run() {
-        std::unique_lock<std::mutex> lock(queue_->mutex());
+        std::unique_lock<std::mutex> lock(lane_->mutex());
         Request request;
         for (;;) {
-            const bool taken = queue_->take(&request);
-            if (!taken && queue_->stopping()) return;
-            queue_->unlock_and_ring(lock);
+            const bool taken = lane_->take(&request);
+            if (!taken && lane_->stopping()) return;
+            lane_->unlock_and_ring(lock);
             if (taken) carry_out(&request);
             lock.lock();
-            if (taken) queue_->finish(request);
-            else if (!queue_->has_requests() && !queue_->stopping()) idle_.sleep(lock);
+            if (taken) lane_->finish(request);
+            else if (!lane_->has_requests() && !lane_->stopping()) idle_.sleep(lock);
         }
     }
 
-    inf_queue *const queue_;
+    Lane *const lane_;
     std::unique_ptr<Thread[]> threads_;
     uint32_t n_threads_ = 0;
     Sleepers idle_;
@@ -79,6 +81,6 @@ class Threads : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> new_threads_backend(inf_queue *queue) { return std::unique_ptr<Backend>(new (std::nothrow) Threads(queue)); }
+std::unique_ptr<Backend> new_threads_backend(Lane *lane) { return std::unique_ptr<Backend>(new (std::nothrow) Threads(lane)); }
 
 }  // namespace inf

@@ -244,6 +244,33 @@ def test_the_threads_backend_has_at_most_depth_threads(files: Files, depth: int,
     queue.close()
 
 
+# ---- paths ----
+
+
+@pytest.mark.skipif(bool(URING_REASON), reason=URING_REASON or "-")
+def test_a_path_that_stands_still_holds_no_other_up(files: Files, tmp_path: Path) -> None:
+    """Reads of an empty pipe, which only this backend takes, fill path 0."""
+    queue = TaskQueue(files, backend="uring", n_paths=2, queue_depth=2)
+    end, start = os.pipe()
+    memory = Memory(64)
+    batch = Batch()
+    for i in range(5):
+        batch.read(end, 0, 1, memory.address + i)
+    first_id = queue.submit(batch)
+    with opened(files, tmp_path / "file", content=noise(64)) as fd:
+        queue.add_file(fd, 1)
+        batch.read(fd, 0, 64, memory.address)
+        other_id = queue.submit(batch)
+        queue.wait([other_id], timeout_s=30)
+        assert queue.stats().in_flight == 5
+        queue.drop_file(fd)
+    os.write(start, b"abcde")
+    queue.wait(range(first_id, first_id + 5))
+    queue.close()
+    os.close(end)
+    os.close(start)
+
+
 # ---- kernels ----
 
 
@@ -574,7 +601,17 @@ def test_many_queues_live_side_by_side(open_queue: OpenQueue) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"queue_depth": 0}, {"block_nbytes": 0}, {"workers": 0}, {"io_threads": 0}, {"queue_depth": 1 << 20}]
+    "arguments",
+    [
+        {"queue_depth": 0},
+        {"block_nbytes": 0},
+        {"workers": 0},
+        {"io_threads": 0},
+        {"queue_depth": 1 << 20},
+        {"n_paths": 0},
+        {"n_paths": 17},
+        {"in_flight_nbytes": 0},
+    ],
 )
 def test_arguments_out_of_range_are_refused(files: Files, arguments: dict[str, int]) -> None:
     with pytest.raises(OSError, match="task queue") as info:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infinity.errors import IoError, SpaceError
+from infinity.faults import Fault
 from infinity.io_bench import Bench, Case, Direction
 from infinity.task_queue import Backend, FileOp
 
@@ -99,7 +100,7 @@ def test_a_disk_that_is_too_small_is_an_error_with_both_numbers(tmp_path: Path) 
 def test_a_request_that_fails_is_an_error_and_no_figure(tmp_path: Path) -> None:
     job = case()
     with Bench(tmp_path, file_nbytes=job.nbytes, memory_nbytes=job.memory_nbytes) as bench:
-        bench._files.fault(FileOp.READ, 7, 1, -errno.EIO)
+        bench._files.fault(FileOp.READ, Fault.error(errno.EIO), nth=7)
         with pytest.raises(IoError) as caught:
             bench.run(job)
     assert (caught.value.op, caught.value.offset, caught.value.errno) == ("read", 6 * job.block_nbytes, errno.EIO)
@@ -108,6 +109,6 @@ def test_a_request_that_fails_is_an_error_and_no_figure(tmp_path: Path) -> None:
 def test_short_transfers_are_continued_and_counted(tmp_path: Path) -> None:
     job = case(backend=Backend.THREADS)
     with Bench(tmp_path, file_nbytes=job.nbytes, memory_nbytes=job.memory_nbytes) as bench:
-        bench._files.fault(FileOp.READ, 3, 2, 4 * KIB)
+        bench._files.fault(FileOp.READ, Fault.short(4 * KIB), nth=3, times=2)
         run = bench.run(job)
     assert (run.read_nbytes, run.shorts) == (job.nbytes, 2)

@@ -252,8 +252,8 @@ def test_an_interpreter_that_ends_with_tasks_in_flight_finishes_them() -> None:
 
 
 def test_an_unknown_backend_is_refused(files: Files) -> None:
-    with pytest.raises(ValueError, match="libaio"):
-        TaskQueue(files, backend="libaio")
+    with pytest.raises(ValueError, match="spdk"):
+        TaskQueue(files, backend="spdk")
 
 
 FORBID_URING = """
@@ -297,6 +297,68 @@ def test_nothing_is_said_where_the_backend_asked_for_runs(files: Files, caplog: 
     with caplog.at_level(logging.DEBUG):
         TaskQueue(files, backend="threads").close()
     assert caplog.records == []
+
+
+# ---- paths ----
+
+
+def test_each_path_says_how_it_is_carried_out_and_what_it_moved(files: Files, tmp_path: Path) -> None:
+    queue = TaskQueue(files, backend="threads", n_paths=3, queue_depth=32, io_threads=2)
+    assert [(info.backend, info.depth) for info in queue.info()] == [("threads", 2)] * 3
+    memory = Memory(4096)
+    with opened(files, tmp_path / "a", content=bytes(4096)) as first, opened(files, tmp_path / "b", content=bytes(4096)) as second:
+        queue.add_file(first, 1)
+        queue.add_file(second, 2)
+        batch = Batch()
+        batch.read(first, 0, 100, memory.address)
+        batch.flush(second, (batch.write(second, 0, 4096, memory.address),))
+        finish(queue, queue.submit(batch), 3)
+        queue.drop_file(first)
+        queue.drop_file(second)
+    stats = queue.path_stats()
+    assert [(s.reads, s.read_nbytes, s.writes, s.write_nbytes, s.flushes) for s in stats] == [
+        (0, 0, 0, 0, 0),
+        (1, 100, 0, 0, 0),
+        (0, 0, 1, 4096, 1),
+    ]
+    assert stats[0].busy_s == 0
+    assert stats[1].busy_s > 0
+    queue.close()
+
+
+def test_a_file_that_was_not_added_or_was_dropped_belongs_to_path_0(files: Files, tmp_path: Path) -> None:
+    queue = TaskQueue(files, backend="threads", n_paths=2)
+    memory = Memory(64)
+    with opened(files, tmp_path / "file", content=bytes(64)) as fd:
+        batch = Batch()
+        for path in (None, 1, 0, None):
+            if path is None:
+                queue.drop_file(fd)
+            else:
+                queue.add_file(fd, path)
+            batch.read(fd, 0, 64, memory.address)
+            finish(queue, queue.submit(batch), 1)
+    assert [s.reads for s in queue.path_stats()] == [3, 1]
+    queue.close()
+
+
+@pytest.mark.parametrize(("fd", "path"), [(-1, 0), (0, 2), (0, 16)])
+def test_a_file_or_path_that_cannot_be_is_refused(files: Files, fd: int, path: int) -> None:
+    queue = TaskQueue(files, backend="threads", n_paths=2)
+    with pytest.raises(OSError, match=f"add descriptor {fd} to path {path} of 2") as info:
+        queue.add_file(fd, path)
+    assert info.value.errno == errno.EINVAL
+    queue.close()
+
+
+def test_memory_may_be_added_and_dropped_whatever_the_backend_makes_of_it(files: Files) -> None:
+    queue = TaskQueue(files, n_paths=2)
+    memory = Memory(1 << 20)
+    queue.drop_memory(memory.address)
+    queue.add_memory(memory.address, memory.nbytes)
+    queue.drop_memory(memory.address)
+    assert [info.memory_registered_nbytes for info in queue.info()] == [0, 0]
+    queue.close()
 
 
 # ---- Files ----
