@@ -95,7 +95,7 @@ class AioBlock(_Block):
     block_size: int
     queue_depth: int
     intra_op_parallelism: int
-    backend: Literal["auto", "uring", "threads"]
+    backend: Literal["auto", "uring", "libaio", "threads"]
 
 
 class Config(_Block):
@@ -835,7 +835,7 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "aio.backend",
-        Choice(("auto", "uring", "threads"), later=("libaio",)),
+        Choice(("auto", "uring", "libaio", "threads")),
         "auto",
         BUILT,
         "what moves the bytes; auto: the best that works",

@@ -128,6 +128,8 @@ class Engine:
             if budgets.n_slots:
                 assert self.config.nvme_path is not None
                 self._backing = NvmeBacking(self._files, self.config.nvme_path, page_nbytes=budgets.page_nbytes, n_slots=budgets.n_slots)
+            if self._backing is not None:
+                self._queue.add_memory(self._frames.base_address, self._frames.nbytes)
             self._device = open_device(kind, budgets.device_bytes, seed=seed)
             if self.config.pin_memory:
                 try:

@@ -107,8 +107,9 @@ class Libaio : public Dispatcher {
     explicit Libaio(Lane *lane) : Dispatcher(lane) {}
 
     void describe(inf_path_info *info) const override {
-        const char *const calls = calls_.from_library() ? "the calls are made by the system's libaio\n" : "libaio is not installed: its calls are made directly\n";
-        snprintf(info->notes, sizeof info->notes, "%s", calls);
+        const char *const calls = calls_.from_library() ? "calls are made through the system's libaio" : "libaio is not installed: its calls are made directly";
+        const int at = snprintf(info->notes, sizeof info->notes, "%s\n", calls);
+        if (limited_) snprintf(info->notes + at, sizeof info->notes - static_cast<size_t>(at), "fs.aio-max-nr allows no more requests in flight\n");
     }
 
  protected:
@@ -118,6 +119,7 @@ class Libaio : public Dispatcher {
         int error;
         while ((error = calls_.setup(static_cast<int>(depth), &context_)) == -EAGAIN && depth > 1) depth /= 2;   // fs.aio-max-nr
         if (error) return error;
+        limited_ = depth < lane_->depth();
         lane_->limit_depth(depth);
         iocbs_.reset(new (std::nothrow) Iocb[depth]);
         ready_.reset(new (std::nothrow) Iocb *[depth]);
@@ -174,11 +176,12 @@ class Libaio : public Dispatcher {
         for (uint32_t i = 0; i < n_refused_; ++i) ended(refused_[i]);
         n_refused_ = 0;
         Event events[kEventsMax];
-        for (int n = kEventsMax; n == kEventsMax && n_submitted_ > 0;) {
+        while (n_submitted_ > 0) {
             timespec at_once = {};
-            n = calls_.getevents(context_, 0, kEventsMax, events, &at_once);
+            const int n = calls_.getevents(context_, 0, kEventsMax, events, &at_once);
+            if (n <= 0) break;
+            n_submitted_ -= static_cast<uint32_t>(n);
             for (int i = 0; i < n; ++i) ended(events[i]);
-            if (n > 0) n_submitted_ -= static_cast<uint32_t>(n);
         }
         if (n_waits_ == 0) return;
         const uint64_t now = now_ns();
@@ -230,6 +233,7 @@ class Libaio : public Dispatcher {
     };
 
     Calls calls_;
+    bool limited_ = false;
     Context context_ = 0;
     std::unique_ptr<Iocb[]> iocbs_;   // one for each slot
     std::unique_ptr<Iocb *[]> ready_;

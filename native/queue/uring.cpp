@@ -365,7 +365,7 @@ class Uring : public Dispatcher {
         size_t at = 0;
         for (const auto &[what, error] : {std::pair<const char *, int>{"files", shown_.files_error}, {"memory", shown_.memory_error}}) {
             if (!error) continue;
-            const char *const why = -error == ENOMEM ? " (RLIMIT_MEMLOCK, or too little memory)" : -error == EINVAL ? " (kernel before 5.19)" : "";
+            const char *const why = -error == ENOMEM ? " (RLIMIT_MEMLOCK)" : -error == EINVAL ? " (kernel before 5.19)" : "";
             at += snprintf(info->notes + at, sizeof info->notes - at, "%s not registered, or not all: %s%s\n", what, strerror(-error), why);
         }
     }

@@ -22,7 +22,7 @@ TIERS = ("none", "cpu", "nvme")
 PLACEMENTS = tuple(itertools.product(TIERS, TIERS))
 PAGES = (4 << 10, 16 << 10, 64 << 10)
 HOSTS = ("minimum", "half", "all")
-BACKENDS = ("threads", "uring")
+BACKENDS = ("threads", "uring", "libaio")
 THREADS = (1, 2, 4)
 OVERLAPS = ("deferred", "fused")
 DEVICES = ("cpu", "simulated")
@@ -74,17 +74,16 @@ WORKLOADS = {
 }
 
 
-def legs(*, uring: bool) -> list[Leg]:
-    """Every valid leg; ``uring`` says whether that backend works here."""
+def legs(*, backends: Sequence[str] = BACKENDS) -> list[Leg]:
+    """Every valid leg; ``backends`` are those that work here."""
     found = []
     for workload, placement, page, threads, overlap, device, device_memory in itertools.product(
         WORKLOADS, PLACEMENTS, PAGES, THREADS, OVERLAPS, DEVICES, DEVICE_BUDGETS
     ):
         hosts = HOSTS if "nvme" in placement else ("minimum", "all") if "cpu" in placement else (UNUSED,)
-        backends = (BACKENDS if uring else BACKENDS[:1]) if "nvme" in placement else (UNUSED,)
         if placement[0] == "none" and device_memory == "minimum":
             continue  # nothing is gathered: the least is all
-        for host, backend in itertools.product(hosts, backends):
+        for host, backend in itertools.product(hosts, backends if "nvme" in placement else (UNUSED,)):
             found.append(Leg(workload, placement, page, host, backend, threads, overlap, device, device_memory))
     return found
 
