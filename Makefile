@@ -9,7 +9,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help train test test-slow law lint bench clean install FORCE
+.PHONY: help train test test-slow law faults lint bench clean install FORCE
 
 PYTHON ?=
 TORCH_INDEX ?=
@@ -42,6 +42,9 @@ test-slow: install  ## the slow tests
 
 law: install  ## the full matrix of placements, page sizes, budgets, backends and threads: no bit may differ (up to an hour)
 	$(PY) -m pytest -m law --timeout 0 -s $(ARGS)
+
+faults: install  ## every file operation of a short run goes wrong in every way, in turn: the table of what came of it
+	$(PY) -m tests.support.faulting $(ARGS)
 
 lint: install  ## ruff, mypy and the floors: imports point down only
 	$(PY) -m ruff check .

@@ -58,10 +58,8 @@ def _explain(backend: str, code: int, wanted: int, proc: str) -> tuple[str, str]
     if backend == "libaio":
         if code == errno.EAGAIN:
             used, most = _number(f"{proc}/sys/fs/aio-nr"), _number(f"{proc}/sys/fs/aio-max-nr")
-            return (
-                f"fs.aio-max-nr is {most}, of which {used} are taken and {wanted} are wanted",
-                "Raise it (sysctl -w fs.aio-max-nr=1048576, as root).",
-            )
+            amounts = f"is {most}, of which {used} are taken" if most is not None else "is used up"
+            return f"fs.aio-max-nr {amounts}, and {wanted} are wanted", "Raise it (sysctl -w fs.aio-max-nr=1048576, as root)."
         if code in (errno.EPERM, errno.EACCES, errno.ENOSYS) and _is_filtered(proc):
             return (
                 "a seccomp filter forbids asynchronous I/O",

@@ -13,10 +13,11 @@ from typing import Annotated
 import typer
 
 import infinity
-from infinity.cli import train
+from infinity.cli import doctor, train
 
 app = typer.Typer(name="infinity", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 app.command("train")(train.command)
+app.command("doctor")(doctor.command)
 
 
 def _version(asked: bool) -> None:

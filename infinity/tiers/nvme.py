@@ -11,6 +11,7 @@ O_DIRECT where the file system does it, else without, which is said once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -168,22 +169,26 @@ class NvmeBacking(Backing):
         return 0
 
 
-def remove_leftovers(parent: str) -> None:
-    """Remove the directories that dead processes left in ``parent``; those of the living, and anything else, are left alone."""
+def find_leftovers(parent: str) -> list[str]:
+    """The directories that dead processes left in ``parent``; those of the living, and anything else, are not among them."""
     try:
-        names = os.listdir(parent)
+        names = sorted(os.listdir(parent))
     except OSError:
-        return
-    for name in names:
-        path = os.path.join(parent, name)
-        if _DIRECTORY_NAME.fullmatch(name) and path not in _alive and not _is_locked(path):
-            try:
-                for file_name in os.listdir(path):  # only a kill between open and unlink leaves one
-                    if _FILE_NAME.fullmatch(file_name):
-                        os.unlink(os.path.join(path, file_name))
-                os.rmdir(path)
-            except OSError:
-                logger.debug("%s was left as it is", path)
+        return []
+    paths = [os.path.join(parent, name) for name in names if _DIRECTORY_NAME.fullmatch(name)]
+    return [path for path in paths if path not in _alive and not _is_locked(path)]
+
+
+def remove_leftovers(parent: str) -> None:
+    """Remove the directories that ``find_leftovers`` finds."""
+    for path in find_leftovers(parent):
+        try:
+            for file_name in os.listdir(path):  # only a kill between open and unlink leaves one
+                if _FILE_NAME.fullmatch(file_name):
+                    os.unlink(os.path.join(path, file_name))
+            os.rmdir(path)
+        except OSError:
+            logger.debug("%s was left as it is", path)
 
 
 def _is_locked(path: str) -> bool:
@@ -234,6 +239,8 @@ def _open_unlinked(files: Files, path: str, extra_flags: int) -> int:
         _unlink(files, path)
     except BaseException:
         files.close(fd)
+        with contextlib.suppress(OSError):  # once more: nothing is left where that is possible
+            os.unlink(path)
         raise
     return fd
 

@@ -36,7 +36,7 @@ def machine(tmp_path: Path, *, seccomp: int = 0, **numbers: int) -> str:
             errno.EAGAIN,
             0,
             {"fs__aio-nr": 60, "fs__aio-max-nr": 64},
-            "fs.aio-max-nr is 64, of which 60 are taken and 32 are wanted [EAGAIN]",
+            "fs.aio-max-nr is 64, of which 60 are taken, and 32 are wanted [EAGAIN]",
         ),
         ("libaio", errno.EPERM, 2, {}, "a seccomp filter forbids asynchronous I/O [EPERM]"),
         ("libaio", errno.ENOSYS, 0, {}, "this kernel has no asynchronous I/O [ENOSYS]"),
@@ -60,4 +60,4 @@ def test_limits_of_the_process_are_named_with_their_values(monkeypatch: pytest.M
 
 
 def test_a_machine_without_proc_is_explained_all_the_same(tmp_path: Path) -> None:
-    assert explain("libaio", errno.EAGAIN, wanted=1, proc=str(tmp_path / "missing")).reason.startswith("fs.aio-max-nr is None")
+    assert explain("libaio", errno.EAGAIN, wanted=1, proc=str(tmp_path / "missing")).reason.startswith("fs.aio-max-nr is used up")

@@ -310,7 +310,7 @@ def test_where_the_quota_of_asynchronous_io_is_used_up_libaio_names_it() -> None
         "try:\n    TaskQueue(Files(), backend='libaio', queue_depth=9)\nexcept BlockingIOError as error:\n    print(error)",
     )
     most, used = (Path("/proc/sys/fs", name).read_text().strip() for name in ("aio-max-nr", "aio-nr"))
-    assert f"fs.aio-max-nr is {most}, of which {used} are taken and 9 are wanted" in done.stdout, done.stderr
+    assert f"fs.aio-max-nr is {most}, of which {used} are taken, and 9 are wanted" in done.stdout, done.stderr
 
 
 def test_a_backend_that_was_asked_for_and_works_has_no_refusals(files: Files) -> None:
