@@ -72,6 +72,14 @@ class SpaceError(InfinityError, OSError):
         )
 
 
+_REMEDIES = {
+    _errno.EMFILE: "Raise the limit of open files of this process (RLIMIT_NOFILE: ulimit -n).",
+    _errno.ENFILE: "Raise the limit of open files of this machine (sysctl fs.file-max).",
+    _errno.EFBIG: "Raise the limit of the size of files (RLIMIT_FSIZE: ulimit -f).",
+}
+"""Where the disk is not what is to be looked at."""
+
+
 class IoError(InfinityError, OSError):
     """A file operation failed: ``op``, ``path``, ``offset`` (bytes), ``nbytes`` and ``errno`` say which one and how."""
 
@@ -87,9 +95,10 @@ class IoError(InfinityError, OSError):
     def __str__(self) -> str:
         name = _errno.errorcode.get(self.errno or 0, "?")
         subject = f"{self.what}, " if self.what else ""
+        remedy = _REMEDIES.get(self.errno or 0, "Check the disk (dmesg, smartctl) and its free space.")
         return (
             f"{self.op} failed: {subject}{self.path} at byte {self.offset}, {self.nbytes} bytes: "
-            f"[{name}] {os.strerror(self.errno or 0)}. Check the disk (dmesg, smartctl) and its free space."
+            f"[{name}] {os.strerror(self.errno or 0)}. {remedy}"
         )
 
 

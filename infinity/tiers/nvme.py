@@ -218,6 +218,8 @@ def _make_directory(parent: str) -> tuple[str, int]:
             _alive.discard(path)
             if error.errno == errno.ENOENT and os.path.isdir(parent):
                 continue  # another start took it for a leftover, in the instant before it was locked
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
             raise IoError("mkdir", path, 0, 0, error.errno or errno.EIO) from error
         try:
             fcntl.fcntl(fd, fcntl.F_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))

@@ -380,7 +380,7 @@ class Uring : public Dispatcher {
             const int error = ring_ ? ring_->open(depth + 1) : -ENOMEM;
             if (!error) break;
             if (error != -ENOMEM || depth == 1) return error;
-            depth /= 2;   // before kernel 5.12 rings count as locked memory
+            depth /= 2;   // rings count as locked memory, before kernel 5.12 and again in those of today
         }
         lane_->limit_depth(depth);
         registered_.open(ring_->fd());

@@ -257,14 +257,15 @@ def test_an_unknown_backend_is_refused(files: Files) -> None:
         TaskQueue(files, backend="spdk")
 
 
-def limited(how: str, code: str) -> subprocess.CompletedProcess[str]:
-    """``code`` in a process of its own that was limited by ``how`` (tests/support/limits.py) first."""
+def limited(how: str, code: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """``code`` in a process of its own that is limited by ``how`` (tests/support/limits.py), after ``before``."""
     done = in_child(
         "import logging, sys\n"
         "from tests.support.limits import *\n"
-        f"try:\n    {how}\nexcept Impossible as error:\n    sys.exit(77)\n"
         "from infinity.task_queue import *\n"
-        "logging.basicConfig(level=logging.INFO)\n" + code
+        "logging.basicConfig(level=logging.INFO)\n"
+        f"{before}"
+        f"try:\n    {how}\nexcept Impossible as error:\n    sys.exit(77)\n" + code
     )
     if done.returncode == 77:
         pytest.skip("seccomp filters cannot be installed here")
@@ -296,6 +297,17 @@ def test_where_both_are_forbidden_auto_takes_threads_and_warns_in_one_line(code:
     assert done.stderr.startswith("WARNING:infinity.task_queue:reads and writes go through 4 threads. ")
 
 
+def test_where_no_more_files_can_be_opened_auto_takes_threads_and_names_the_limit() -> None:
+    done = limited(
+        "import os, resource; n = len(os.listdir('/proc/self/fd')) - 1; resource.setrlimit(resource.RLIMIT_NOFILE, (n, n))",
+        "queue = TaskQueue(files); print(queue.backend); queue.close()",
+        "files = Files()\n",
+    )
+    assert done.stdout == "threads\n", done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert re.search(r"WARNING:.*uring does not work here: RLIMIT_NOFILE allows \d+ open files.*ulimit -n", done.stderr)
+
+
 def test_where_io_uring_is_forbidden_asking_for_it_is_an_error() -> None:
     done = limited(
         "forbid(errno.EPERM, IO_URING_SETUP)",
@@ -309,8 +321,8 @@ def test_where_the_quota_of_asynchronous_io_is_used_up_libaio_names_it() -> None
         "forbid(errno.EAGAIN, IO_SETUP)",
         "try:\n    TaskQueue(Files(), backend='libaio', queue_depth=9)\nexcept BlockingIOError as error:\n    print(error)",
     )
-    most, used = (Path("/proc/sys/fs", name).read_text().strip() for name in ("aio-max-nr", "aio-nr"))
-    assert f"fs.aio-max-nr is {most}, of which {used} are taken, and 9 are wanted" in done.stdout, done.stderr
+    most = Path("/proc/sys/fs/aio-max-nr").read_text().strip()
+    assert re.search(rf"fs.aio-max-nr is {most}, of which \d+ are taken, and 9 are wanted", done.stdout), done.stderr
 
 
 def test_a_backend_that_was_asked_for_and_works_has_no_refusals(files: Files) -> None:
