@@ -17,12 +17,13 @@ import struct
 import time
 import weakref
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from infinity.errors import EngineClosedError, StallError
 from infinity.faults import Fault
+from infinity.metrics import Histogram
 from infinity.native import check, ffi, lib
 from infinity.quotas import Refusal, explain
 
@@ -51,6 +52,9 @@ _PHASES = {
     int(lib.INF_RUNNING): "is running",
 }
 
+_OPS = {"read": _READ, "write": _WRITE}
+_STAGES = {"submission": int(lib.INF_SUBMISSION), "completion": int(lib.INF_COMPLETION), "total": int(lib.INF_TOTAL)}
+
 _TASK = struct.Struct("=iiQQQiIQIIiI")
 _COMPLETION = struct.Struct("=QQiI")
 if _TASK.size != ffi.sizeof("inf_task") or _COMPLETION.size != ffi.sizeof("inf_completion"):
@@ -58,7 +62,7 @@ if _TASK.size != ffi.sizeof("inf_task") or _COMPLETION.size != ffi.sizeof("inf_c
 _pack_task = _TASK.pack
 
 _SLICE_MS = 100
-_POLL_MAX = 1024
+_POLL_MAX = 256
 _LISTED_MAX = 16
 
 
@@ -336,8 +340,10 @@ class Batch:
 
 
 def _close_queue(handle: Any, files: Files, pid: int) -> None:
-    """``files`` is here to outlive the queue."""
+    """Ctrl-C ends it, and leaves the queue behind, where it is not ``close`` that calls. ``files`` is here to outlive the queue."""
     if os.getpid() == pid:
+        while lib.inf_queue_drain(handle, _SLICE_MS) < 0:
+            pass
         lib.inf_queue_close(handle)
 
 
@@ -373,9 +379,6 @@ class TaskQueue:
         self._finalizer = weakref.finalize(self, _close_queue, self._handle, files, self._pid)
         self._files = files
         self._stall_s = stall_s
-        self._first_id = ffi.new("uint64_t *")
-        self._taken = bytearray(_POLL_MAX * _COMPLETION.size)
-        self._stats = ffi.new("inf_queue_stats *")
         self.n_paths = n_paths
         self.backend: str = _BACKEND_NAMES[lib.inf_queue_backend(self._handle)]
         """The backend that runs: ``uring``, ``libaio`` or ``threads``."""
@@ -386,7 +389,7 @@ class TaskQueue:
     def submit(self, batch: Batch) -> int:
         """Hands all tasks of the batch over, or none; the id of the first. The batch is empty afterwards."""
         handle = self._open_handle()
-        first_id = self._first_id
+        first_id = ffi.new("uint64_t *")
         code = lib.inf_queue_submit(
             handle,
             ffi.from_buffer("inf_task[]", batch._tasks),
@@ -398,6 +401,8 @@ class TaskQueue:
             first_id,
         )
         if code < 0:
+            if code == -errno.ESHUTDOWN:
+                raise EngineClosedError("the task queue is being closed")
             check(code, f"submit of {len(batch)} tasks")
         batch.clear()
         return int(first_id[0])
@@ -405,7 +410,7 @@ class TaskQueue:
     def poll(self) -> list[Completion]:
         """Everything complete and not yet taken, in the order of completion."""
         handle = self._open_handle()
-        taken = self._taken
+        taken = bytearray(_POLL_MAX * _COMPLETION.size)
         completions: list[Completion] = []
         while True:
             n = lib.inf_queue_poll(handle, ffi.from_buffer("inf_completion[]", taken), _POLL_MAX)
@@ -418,32 +423,14 @@ class TaskQueue:
     def wait(self, ids: Sequence[int] | Iterable[int], timeout_s: float | None = None) -> None:
         """Returns when every task of ``ids`` is complete, taken by ``poll`` or not; Ctrl-C works meanwhile.
 
+        They and everything that they depend on become DEMAND, unless ``timeout_s`` is 0.
         Errors: ``StallError`` after ``timeout_s``, or when nothing in the whole queue has moved for its ``stall_s``; the tasks go on.
         """
         handle = self._open_handle()
         wanted = array("Q", ids)
         view = ffi.from_buffer("uint64_t[]", wanted)
         n = len(wanted)
-        start = time.monotonic()
-        deadline = None if timeout_s is None else start + timeout_s
-        moved_at, moved = start, -1
-        slice_ms = _SLICE_MS if timeout_s is None else min(_SLICE_MS, max(0, int(timeout_s * 1000)))
-        while True:
-            code = lib.inf_queue_wait(handle, view, n, slice_ms)
-            if code == 0:
-                return
-            if code != -errno.ETIMEDOUT:
-                check(code, f"wait for {n} tasks")
-            now = time.monotonic()
-            if deadline is not None:
-                if now >= deadline:
-                    raise self._stall(wanted, f"within {timeout_s:g} s")
-                slice_ms = min(_SLICE_MS, int((deadline - now) * 1000) + 1)
-            progress = self._progress()
-            if progress != moved:
-                moved_at, moved = now, progress
-            elif now - moved_at >= self._stall_s:
-                raise self._stall(wanted, f"and nothing in the queue has moved for {now - moved_at:.0f} s")
+        self._until(lambda ms: int(lib.inf_queue_wait(handle, view, n, ms)), f"wait for {n} tasks", lambda: wanted, timeout_s)
 
     def cancel(self, ids: Iterable[int] | None = None) -> None:
         """What is not begun of these tasks (None: of all) ends with ``ECANCELED``, a task that depends on others after them; kernels
@@ -519,8 +506,8 @@ class TaskQueue:
 
     def stats(self) -> QueueStats:
         """The counters, now."""
-        lib.inf_queue_get_stats(self._open_handle(), self._stats)
-        stats = self._stats
+        self._open_handle()
+        stats = self._counters()
         return QueueStats(
             read_nbytes=stats.read_nbytes,
             write_nbytes=stats.write_nbytes,
@@ -534,8 +521,43 @@ class TaskQueue:
             io_busy_s=stats.io_busy_ns / 1e9,
         )
 
+    def latency(
+        self, op: Literal["read", "write"], stage: Literal["submission", "completion", "total"], path: int | None = None
+    ) -> Histogram:
+        """Of every request of ``op``, on one path or on all: the time from when its task was ready until it was handed to the backend
+        (submission), from then until it ended (completion), or both (total).
+
+        Units: seconds.
+        """
+
+        def fill(handle: Any, path: int, out: Any) -> int:
+            return int(lib.inf_queue_get_latency(handle, path, _OPS[op], _STAGES[stage], out))
+
+        return self._histogram(fill, path, 1e-9)
+
+    def depths(self, path: int | None = None) -> Histogram:
+        """How many requests were at the backend of a path, each time that one more was handed to it, that one included."""
+        return self._histogram(lambda handle, path, out: int(lib.inf_queue_get_depths(handle, path, out)), path, 1)
+
+    def _histogram(self, fill: Callable[[Any, int, Any], int], path: int | None, unit: float) -> Histogram:
+        handle, out = self._open_handle(), ffi.new("inf_histogram *")
+        counts, total, maximum = [0] * lib.INF_HISTOGRAM_BUCKETS, 0, 0
+        for index in range(self.n_paths) if path is None else (path,):
+            check(fill(handle, index, out), f"path {index} of {self.n_paths}")
+            counts = list(map(int.__add__, counts, out.buckets))
+            total, maximum = total + out.total, max(maximum, out.max)
+        return Histogram(counts, total, maximum, unit)
+
     def close(self) -> None:
-        """Waits until everything in flight is complete and ends the threads. Twice is fine; in a forked child it does nothing."""
+        """Lets what is in flight end, and ends the threads; Ctrl-C works meanwhile. After ``cancel`` only what was begun is waited for.
+        Twice is fine; in a forked child it does nothing.
+
+        Errors: ``StallError`` when nothing has moved for ``stall_s``: the queue takes no more tasks then, but it is still there, for
+        ``wait``, ``poll`` and ``cancel``, and to be closed again.
+        """
+        if self._finalizer.alive and os.getpid() == self._pid:
+            handle = self._handle
+            self._until(lambda ms: int(lib.inf_queue_drain(handle, ms)), "close of the task queue", self._pending)
         self._finalizer()
 
     def _forget(self, fd: int) -> None:
@@ -549,24 +571,63 @@ class TaskQueue:
             raise EngineClosedError("the task queue belongs to the process that opened it, and this is a forked child: open another")
         return self._handle
 
+    def _until(self, attempt: Callable[[int], int], what: str, wanted: Callable[[], Sequence[int]], timeout_s: float | None = None) -> None:
+        """Calls ``attempt`` with a number of milliseconds to wait until it does not time out. In slices, for the sake of signals."""
+        start = time.monotonic()
+        moved_at, moved = start, -1
+        slice_ms = _SLICE_MS if timeout_s is None else min(_SLICE_MS, max(0, int(timeout_s * 1000)))
+        while True:
+            code = attempt(slice_ms)
+            if code != -errno.ETIMEDOUT:
+                check(code, what)
+                return
+            now = time.monotonic()
+            if timeout_s is not None:
+                if now - start >= timeout_s:
+                    raise self._stall(wanted(), f"within {timeout_s:g} s")
+                slice_ms = min(_SLICE_MS, int((start + timeout_s - now) * 1000) + 1)
+            progress = self._progress()
+            if progress != moved:
+                moved_at, moved = now, progress
+            elif now - moved_at >= self._stall_s:
+                raise self._stall(wanted(), f"and nothing in the queue has moved for {now - moved_at:.1f} s")
+
+    def _pending(self) -> Sequence[int]:
+        """The ids of tasks that are not complete, oldest first."""
+        ids = array("Q", bytes(8 * int(self._counters().in_flight)))
+        if ids:
+            del ids[lib.inf_queue_list(self._handle, ffi.from_buffer("uint64_t[]", ids), len(ids)) :]
+        return ids
+
+    def _counters(self) -> Any:
+        stats = ffi.new("inf_queue_stats *")
+        lib.inf_queue_get_stats(self._handle, stats)
+        return stats
+
     def _progress(self) -> int:
-        lib.inf_queue_get_stats(self._handle, self._stats)
-        stats = self._stats
+        stats = self._counters()
         return int(stats.read_nbytes + stats.write_nbytes + stats.reads + stats.writes + stats.flushes + stats.kernels + stats.retries)
 
     def _stall(self, ids: Sequence[int], how: str) -> StallError:
-        lines = []
-        left = 0
-        for id in ids:
-            line = self._describe(id)
-            if line is not None:
-                left += 1
-                if left <= _LISTED_MAX:
-                    lines.append(line)
-        if left > _LISTED_MAX:
-            lines.append(f"... and {left - _LISTED_MAX} more")
-        listed = "\n".join(f"  {line}" for line in lines)
-        return StallError(f"{left} of {len(ids)} tasks did not end, {how}. Look at the disk (dmesg, iostat). Not complete:\n{listed}")
+        left = tuple(id for id in ids if self._phase(id) is not None)
+        text = f"{len(left)} of {len(ids)} tasks did not end, {how}. Look at the disk (dmesg, iostat). Not complete:\n{self._listed(left)}"
+        wanted = set(left)
+        running = [id for id in self._pending() if id not in wanted and self._phase(id) == lib.INF_RUNNING]
+        if running:
+            text += f"\nAlso at work:\n{self._listed(running)}"
+        return StallError(text, left)
+
+    def _listed(self, ids: Sequence[int]) -> str:
+        """A line for each task, those that run first."""
+        ordered = sorted(ids, key=lambda id: -(self._phase(id) or 0))
+        lines = [line for id in ordered[:_LISTED_MAX] if (line := self._describe(id)) is not None]
+        if len(ids) > _LISTED_MAX:
+            lines.append(f"... and {len(ids) - _LISTED_MAX} more")
+        return "\n".join(f"  {line}" for line in lines)
+
+    def _phase(self, id: int) -> int | None:
+        task, phase = ffi.new("inf_task *"), ffi.new("int *")
+        return None if lib.inf_queue_pending(self._handle, id, task, phase) < 0 else int(phase[0])
 
     def _describe(self, id: int) -> str | None:
         """One line about a task that is not complete."""

@@ -95,6 +95,16 @@ typedef struct inf_path_stats {
     uint64_t busy_ns;                  /* time with at least one READ or WRITE there */
 } inf_path_stats;
 
+/* Values by bucket: below 16, bucket v has the value v; bucket 16 e + m (e >= 1) has those from (16 + m) 2^(e - 1) up to the next. The
+ * last one also has all that is larger. */
+enum { INF_HISTOGRAM_BUCKETS = 608 };
+typedef struct inf_histogram {
+    uint64_t count, total, max;
+    uint64_t buckets[INF_HISTOGRAM_BUCKETS];
+} inf_histogram;
+/* Of a request: from when its task was ready until it was handed to the backend; from then until it was given back; both. */
+enum { INF_SUBMISSION = 0, INF_COMPLETION = 1, INF_TOTAL = 2, INF_STAGES };
+
 /* How one path is carried out. */
 typedef struct inf_path_info {
     int32_t backend;                    /* INF_BACKEND_... */
@@ -156,6 +166,10 @@ enum { INF_WAITING = 0, INF_READY = 1, INF_RUNNING = 2 };
 int inf_queue_pending(const inf_queue *queue, uint64_t id, inf_task *task, int *phase);
 int inf_queue_get_stats(const inf_queue *queue, inf_queue_stats *stats);
 int inf_queue_get_path_stats(const inf_queue *queue, uint32_t path, inf_path_stats *stats);
+/* Nanoseconds of each request of `op` (INF_READ or INF_WRITE) on one path. */
+int inf_queue_get_latency(const inf_queue *queue, uint32_t path, int op, int stage, inf_histogram *histogram);
+/* Requests at the backend of one path, each time that one more was handed to it, that one included. */
+int inf_queue_get_depths(const inf_queue *queue, uint32_t path, inf_histogram *histogram);
 int inf_queue_get_path_info(const inf_queue *queue, uint32_t path, inf_path_info *info);
 
 /* ---- checksum.cpp ---- */

@@ -3,6 +3,7 @@
 ``abi.h`` is the single declaration: cffi reads it here, and every C++ source includes it.
 """
 
+import os
 from pathlib import Path
 
 from cffi import FFI
@@ -21,6 +22,10 @@ FLAGS = [
     "-Werror",
     "-pthread",
 ]
+
+# For `make sanitize`: thread, address or undefined.
+SANITIZE = os.environ.get("INFINITY_SANITIZE")
+SANITIZER_FLAGS = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer", "-g", "-O1"] if SANITIZE else []
 
 PREAMBLE = """
 #include <cstdint>
@@ -43,8 +48,8 @@ ffi.set_source(
     sources=sorted(path.relative_to(NATIVE.parent).as_posix() for path in NATIVE.rglob("*.cpp")),
     include_dirs=[NATIVE.relative_to(NATIVE.parent).as_posix()],
     depends=sorted(path.relative_to(NATIVE.parent).as_posix() for pattern in ("*.h", "*.hpp") for path in NATIVE.rglob(pattern)),
-    extra_compile_args=FLAGS,
-    extra_link_args=["-pthread", "-ldl"],
+    extra_compile_args=FLAGS + SANITIZER_FLAGS,
+    extra_link_args=["-pthread", "-ldl", *SANITIZER_FLAGS],
     py_limited_api=True,
 )
 

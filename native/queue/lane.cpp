@@ -13,6 +13,8 @@ namespace {
 constexpr uint64_t kBackgroundNbytes = 1u << 20;   // in requests of block_nbytes, and one at least
 constexpr uint64_t kCalmNs = 50000000;             // after the last request of DEMAND another is not expected
 
+static_assert(INF_READ == 0 && INF_WRITE == 1, "they are indices of histograms");
+
 bool transfers(int op) { return op == INF_READ || op == INF_WRITE; }
 
 }  // namespace
@@ -85,6 +87,7 @@ bool Lane::take(Request *request) {
     request->task = task;
     request->op = task->op;
     request->fd = task->fd;
+    request->issued_ns = clock_ns_;
     if (transfers(task->op)) {
         request->offset = task->offset + task->issued;
         request->address = task->address + task->issued;
@@ -93,8 +96,9 @@ bool Lane::take(Request *request) {
         nbytes_ += request->nbytes;
         if (transfers_++ == 0) busy_since_ns_ = clock_ns_;
         if (queue_->transfers_++ == 0) queue_->busy_since_ns_ = clock_ns_;
+        latency_[task->op][INF_SUBMISSION].add(clock_ns_ - task->ready_ns);
     }
-    ++requests_;
+    depths_.add(++requests_);
     if (task->priority == INF_DEMAND) ++requests_demand_;
     ++task->requests;
     ready_.begun(task);
@@ -113,6 +117,8 @@ void Lane::finish(const Request &request) {
     if (transfers(request.op)) {
         nbytes_ -= request.nbytes;
         if (--transfers_ == 0) stats_.busy_ns += clock_ns_ - busy_since_ns_;
+        latency_[task->op][INF_COMPLETION].add(clock_ns_ - request.issued_ns);
+        latency_[task->op][INF_TOTAL].add(clock_ns_ - task->ready_ns);
         if (--queue_->transfers_ == 0) queue_->stats_.io_busy_ns += clock_ns_ - queue_->busy_since_ns_;
     }
     switch (request.op) {

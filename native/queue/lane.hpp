@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 
+#include "histogram.hpp"
 #include "request.hpp"
 #include "task.hpp"
 
@@ -68,6 +69,8 @@ class Lane {
     Backend *backend() const { return backend_.get(); }
     void stats(inf_path_stats *stats) const;
     void describe(inf_path_info *info) const;
+    const Histogram &latency(int op, int stage) const { return latency_[op][stage]; }
+    const Histogram &depths() const { return depths_; }
 
     // For backends.
     std::mutex &mutex();
@@ -104,6 +107,8 @@ class Lane {
     uint64_t clock_ns_ = 0;    // when a request was last taken or given back
     uint64_t demand_ns_ = 0;   // ... one of DEMAND given back
     inf_path_stats stats_ = {};
+    Histogram latency_[2][INF_STAGES];   // of READ and WRITE
+    Histogram depths_;
 };
 
 // Null when there is no memory for it.

@@ -27,11 +27,12 @@ int inf_queue::open(int backend) {
     workers_.reset(new (std::nothrow) inf::Thread[options_.workers]);
     if (!workers_) return -ENOMEM;
     backend_kind_ = backend;
-    for (; n_lanes_ < options_.n_paths; ++n_lanes_) {
+    while (n_lanes_ < options_.n_paths) {
         std::unique_ptr<Lane> lane(new (std::nothrow) Lane(this, options_));
         if (!lane) return -ENOMEM;
         if (const int error = lane->open(backend)) return error;
-        lanes_[n_lanes_] = std::move(lane);
+        std::lock_guard<std::mutex> lock(mutex_);   // the threads of the lanes so far look at all of them
+        lanes_[n_lanes_++] = std::move(lane);
     }
     for (uint32_t i = 0; i < options_.workers; ++i) {
         if (const int error = workers_[i].start<inf_queue, &inf_queue::work>(this, "infinity-kernel")) return error;
@@ -275,11 +276,12 @@ void inf_queue::complete(TaskList *ended) {
 void inf_queue::unlock_and_ring(std::unique_lock<std::mutex> &lock) {
     const uint32_t workers = idle_workers_.claim(kernels_.demand() + kernels_.background());
     uint32_t rings[INF_PATHS_MAX];
-    for (uint32_t i = 0; i < n_lanes_; ++i) rings[i] = lanes_[i]->claim();
+    const uint32_t n_lanes = n_lanes_;   // more may be opened meanwhile
+    for (uint32_t i = 0; i < n_lanes; ++i) rings[i] = lanes_[i]->claim();
     const bool ended = ring_ended_;
     ring_ended_ = false;
     lock.unlock();
-    for (uint32_t i = 0; i < n_lanes_; ++i) {
+    for (uint32_t i = 0; i < n_lanes; ++i) {
         if (rings[i]) lanes_[i]->backend()->ring(rings[i]);
     }
     if (workers) idle_workers_.ring(workers);
@@ -322,6 +324,7 @@ int inf_queue::wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms) {
     for (uint32_t i = 0; i < n_ids; ++i) {
         if (ids[i] == 0 || ids[i] >= next_id_) return -EINVAL;
     }
+    ++n_waiting_;
     bool late = timeout_ms == 0;   // who only asks waits for nothing
     if (!late) {
         for (uint32_t i = 0; i < n_ids; ++i) {
@@ -330,7 +333,6 @@ int inf_queue::wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms) {
         unlock_and_ring(lock);   // for what may go only now
         lock.lock();
     }
-    ++n_waiting_;
     int result = 0;
     // From the last on, which tends to complete last: few wakes.
     for (uint32_t left = n_ids;;) {
@@ -463,6 +465,22 @@ int inf_queue::path_stats(uint32_t path, inf_path_stats *stats) const {
     return 0;
 }
 
+int inf_queue::latency(uint32_t path, int op, int stage, inf_histogram *histogram) const {
+    if (path >= n_lanes_ || (op != INF_READ && op != INF_WRITE) || stage < 0 || stage >= INF_STAGES) return -EINVAL;
+    *histogram = inf_histogram{};
+    std::lock_guard<std::mutex> lock(mutex_);
+    lanes_[path]->latency(op, stage).add_to(histogram);
+    return 0;
+}
+
+int inf_queue::depths(uint32_t path, inf_histogram *histogram) const {
+    if (path >= n_lanes_) return -EINVAL;
+    *histogram = inf_histogram{};
+    std::lock_guard<std::mutex> lock(mutex_);
+    lanes_[path]->depths().add_to(histogram);
+    return 0;
+}
+
 int inf_queue::path_info(uint32_t path, inf_path_info *info) const {
     if (path >= n_lanes_) return -EINVAL;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -534,6 +552,12 @@ int inf_queue_get_stats(const inf_queue *queue, inf_queue_stats *stats) {
 }
 
 int inf_queue_get_path_stats(const inf_queue *queue, uint32_t path, inf_path_stats *stats) { return queue->path_stats(path, stats); }
+
+int inf_queue_get_latency(const inf_queue *queue, uint32_t path, int op, int stage, inf_histogram *histogram) {
+    return queue->latency(path, op, stage, histogram);
+}
+
+int inf_queue_get_depths(const inf_queue *queue, uint32_t path, inf_histogram *histogram) { return queue->depths(path, histogram); }
 
 int inf_queue_get_path_info(const inf_queue *queue, uint32_t path, inf_path_info *info) { return queue->path_info(path, info); }
 

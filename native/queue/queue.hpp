@@ -100,6 +100,8 @@ struct inf_queue {
     void drop_memory(void *base);
     void stats(inf_queue_stats *stats) const;
     int path_stats(uint32_t path, inf_path_stats *stats) const;
+    int latency(uint32_t path, int op, int stage, inf_histogram *histogram) const;
+    int depths(uint32_t path, inf_histogram *histogram) const;
     int path_info(uint32_t path, inf_path_info *info) const;
 
  private:

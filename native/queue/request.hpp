@@ -24,6 +24,7 @@ struct Request {
     int op = 0;
     int fd = -1;
     uint64_t offset = 0, nbytes = 0, address = 0;
+    uint64_t issued_ns = 0;     // when it was taken
     uint64_t done = 0;          // bytes moved
     uint64_t misaligned = 0;    // the largest `done` from which continuing was refused
     uint32_t tries = 0;         // results in a row that moved nothing

@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from infinity.errors import EngineClosedError, StallError
+from infinity.faults import Fault
 from infinity.native import check, crc32c, ffi
 from infinity.task_queue import Backend, Batch, FileOp, Files, TaskQueue, probe_backends
 from tests.support.queues import REFUSALS, SLEEP, WORKING_BACKENDS, Memory, finish, opened, sleep_args
@@ -37,6 +39,12 @@ def queue(files: Files) -> Iterator[TaskQueue]:
 def in_child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[2]
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=root)
+
+
+def settle(queue: TaskQueue) -> None:
+    """Until nothing is in flight, whatever the queue thinks of the time that it takes."""
+    while queue.stats().in_flight:
+        time.sleep(0.005)
 
 
 # ---- native.py ----
@@ -160,8 +168,28 @@ def test_a_queue_in_which_nothing_moves_is_a_stall(files: Files) -> None:
     batch = Batch()
     batch.kernel(SLEEP, sleep_args(800_000))
     first_id = queue.submit(batch)
-    with pytest.raises(StallError, match=r"1 of 1 tasks did not end, and nothing in the queue has moved"):
+    with pytest.raises(StallError, match=r"1 of 1 tasks did not end, and nothing in the queue has moved") as info:
         queue.wait([first_id])
+    assert info.value.ids == (first_id,)
+    settle(queue)
+    queue.close()
+
+
+def test_a_stall_lists_first_what_is_at_work_and_also_what_nobody_waits_for(files: Files) -> None:
+    queue = TaskQueue(files, backend="threads", workers=2, stall_s=0.1)
+    batch = Batch()
+    held = batch.kernel(SLEEP, sleep_args(500_000))
+    waiting = [batch.kernel(SLEEP, sleep_args(), (held,)) for _ in range(30)]
+    batch.kernel(SLEEP, sleep_args(500_000))
+    queue.submit(batch)
+    with pytest.raises(StallError) as info:
+        queue.wait(range(2, 33))
+    lines = str(info.value).splitlines()
+    assert lines[1] == f"  task 32: kernel {SLEEP}: is running"
+    assert "  ... and 15 more" in lines
+    assert lines[-2:] == ["Also at work:", f"  task 1: kernel {SLEEP}: is running"]
+    assert len(info.value.ids) == len(waiting) + 1
+    settle(queue)
     queue.close()
 
 
@@ -195,23 +223,121 @@ def test_ctrl_c_ends_a_wait_and_the_task_goes_on(queue: TaskQueue) -> None:
     finish(queue, first_id, 1)
 
 
+def test_ctrl_c_ends_a_close_which_may_be_called_again(files: Files) -> None:
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    queue, batch = TaskQueue(files, backend="threads"), Batch()
+    batch.kernel(SLEEP, sleep_args(600_000))
+    queue.submit(batch)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            queue.close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert queue.stats().in_flight == 1
+    queue.close()
+    with pytest.raises(EngineClosedError):
+        queue.stats()
+
+
+@pytest.mark.parametrize("call", ["wait", "close"])
+def test_a_signal_every_millisecond_breaks_no_wait_and_is_handled_meanwhile(files: Files, tmp_path: Path, call: str) -> None:
+    handled = 0
+
+    def count(signum: int, frame: object) -> None:
+        nonlocal handled
+        handled += 1
+
+    queue, batch, memory = TaskQueue(files), Batch(), Memory(4096)
+    with opened(files, tmp_path / "file", content=bytes(4096)) as fd:
+        last = batch.read(fd, 0, 4096, memory.address)
+        for _ in range(50):
+            last = batch.kernel(SLEEP, sleep_args(10_000), (batch.write(fd, 0, 4096, memory.address, (last,)),))
+        first_id = queue.submit(batch)
+        before = signal.signal(signal.SIGALRM, count)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+            if call == "wait":
+                queue.wait(range(first_id, first_id + 101))
+                assert {c.status for c in queue.poll()} == {0}
+            queue.close()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    assert handled >= 4
+
+
+def test_a_close_in_which_nothing_moves_is_a_stall_and_the_queue_is_still_there(files: Files, tmp_path: Path) -> None:
+    queue, batch, memory = TaskQueue(files, backend="threads", stall_s=0.1), Batch(), Memory(64)
+    with opened(files, tmp_path / "file", content=bytes(64)) as fd:
+        files.fault(FileOp.READ, Fault.delay(800_000))
+        batch.kernel(SLEEP, sleep_args(), (batch.read(fd, 0, 64, memory.address),))
+        queue.submit(batch)
+        with pytest.raises(StallError) as info:
+            queue.close()
+        assert info.value.ids == (1, 2)
+        assert f"read of 64 bytes at byte 0 of {tmp_path / 'file'}: is running" in str(info.value).splitlines()[1]
+        with pytest.raises(EngineClosedError, match="is being closed"):
+            queue.submit(batch)
+        queue.cancel()
+        settle(queue)
+        assert [(c.id, c.status) for c in queue.poll()] == [(1, 0), (2, -errno.ECANCELED)]
+        queue.close()
+    with pytest.raises(EngineClosedError, match="was closed"):
+        queue.submit(batch)
+
+
+def test_after_cancel_a_close_waits_only_for_what_was_begun(files: Files) -> None:
+    queue, batch = TaskQueue(files, backend="threads"), Batch()
+    for _ in range(1000):
+        batch.kernel(SLEEP, sleep_args(100_000))
+    queue.submit(batch)
+    queue.cancel()
+    queue.close()  # would take 100 seconds
+
+
+def test_a_close_ends_the_waits_of_other_threads(files: Files) -> None:
+    queue, batch = TaskQueue(files, backend="threads"), Batch()
+    batch.kernel(SLEEP, sleep_args(100_000))
+    queue.submit(batch)
+    waiting = [threading.Thread(target=queue.wait, args=([1],)) for _ in range(4)]
+    for thread in waiting:
+        thread.start()
+    queue.close()
+    for thread in waiting:
+        thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in waiting)
+
+
 def test_threads_may_share_a_queue(queue: TaskQueue) -> None:
+    """Each gets the ids of its own tasks, and each completion goes to one of them."""
     taken: list[int] = []
+    mine: list[int] = []
+    switch_s = sys.getswitchinterval()
 
     def work() -> None:
         batch = Batch()
-        for _ in range(50):
-            for _ in range(20):
+        for _ in range(250):
+            for _ in range(4):
                 batch.kernel(SLEEP, sleep_args())
             first_id = queue.submit(batch)
-            queue.wait(range(first_id, first_id + 20))
+            mine.extend(range(first_id, first_id + 4))
             taken.extend(c.id for c in queue.poll())
 
+    sys.setswitchinterval(1e-6)
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    sys.setswitchinterval(switch_s)
+    assert sorted(mine) == list(range(1, 4001))
+    queue.wait(mine)
+    taken.extend(c.id for c in queue.poll())
     assert sorted(taken) == list(range(1, 4001))
 
 
@@ -425,6 +551,45 @@ def test_memory_may_be_added_and_dropped_whatever_the_backend_makes_of_it(files:
     queue.add_memory(memory.address, memory.nbytes)
     queue.drop_memory(memory.address)
     assert [info.memory_registered_nbytes for info in queue.info()] == [0, 0]
+    queue.close()
+
+
+# ---- histograms ----
+
+
+def test_the_latency_of_every_request_is_counted_by_stage(files: Files, tmp_path: Path) -> None:
+    queue = TaskQueue(files, backend="threads", queue_depth=1, block_nbytes=1024)
+    memory = Memory(4096)
+    with opened(files, tmp_path / "file", content=bytes(4096)) as fd:
+        files.fault(FileOp.READ, Fault.delay(20_000), times=4)
+        batch = Batch()
+        batch.write(fd, 0, 1000, memory.address, (batch.read(fd, 0, 4096, memory.address),))
+        finish(queue, queue.submit(batch), 2)
+    submission, completion, total = (queue.latency("read", stage) for stage in ("submission", "completion", "total"))
+    assert submission.count == completion.count == total.count == 4
+    assert completion.percentile(0) >= 0.02
+    assert submission.max >= 3 * 0.02  # the last of four, one at a time
+    assert total.total == pytest.approx(submission.total + completion.total)
+    assert queue.latency("write", "total").count == 1
+    assert queue.depths().max == queue.depths().percentile(100) == 1
+    queue.close()
+
+
+def test_histograms_are_of_one_path_or_of_all(files: Files, tmp_path: Path) -> None:
+    queue = TaskQueue(files, backend="threads", n_paths=3)
+    memory = Memory(64)
+    with opened(files, tmp_path / "file", content=bytes(64)) as fd:
+        for path, n_reads in ((0, 1), (2, 3)):
+            queue.add_file(fd, path)
+            batch = Batch()
+            last: tuple[int, ...] = ()
+            for _ in range(n_reads):
+                last = (batch.read(fd, 0, 64, memory.address, last),)
+            finish(queue, queue.submit(batch), n_reads)
+    assert [queue.latency("read", "total", path).count for path in range(3)] == [1, 0, 3]
+    assert queue.latency("read", "total").count == queue.depths().count == 4
+    with pytest.raises(OSError, match="path 3 of 3"):
+        queue.depths(3)
     queue.close()
 
 
