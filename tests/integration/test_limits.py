@@ -128,13 +128,20 @@ def test_with_little_memory_to_lock_it_is_not_registered_and_nothing_changes(run
 
 
 def test_where_files_may_not_be_long_enough_the_error_names_the_limit_and_the_bytes(run: Run, plain: dict[str, Any]) -> None:
-    refused = run("small_files", 64 << 10)
+    refused = run("small_files", 8 << 10)
     assert refused["error"] == "SpaceError", refused
     assert "RLIMIT_FSIZE" in refused["text"]
-    assert refused["free_bytes"] == 64 << 10
+    assert refused["free_bytes"] == 8 << 10
     needed = refused["needed_bytes"]
     assert run("small_files", needed - 1)["error"] == "SpaceError"
     assert_same(run("small_files", needed), plain)
+
+
+@pytest.mark.parametrize("nbytes", [0, 4095])
+def test_where_next_to_nothing_can_be_written_the_config_is_refused_with_the_limit(run: Run, nbytes: int) -> None:
+    refused = run("small_files", nbytes)
+    assert refused["error"] == "ConfigError", refused
+    assert "RLIMIT_FSIZE" in refused["text"]
 
 
 # ---- containers ----

@@ -26,9 +26,9 @@ from tests.support import limits, models, runs
 STEPS = 3
 
 
-def train(directory: str, backend: str = "auto") -> dict[str, Any]:
+def train(directory: str, backend: str = "auto", page: int = 4 << 10) -> dict[str, Any]:
     """What a tiny GPT trained from files gives, and how its files were moved."""
-    config = runs.engine_config(Path(directory), precision="bf16", backend=backend, host="256KiB", device_memory="128MiB")
+    config = runs.engine_config(Path(directory), precision="bf16", backend=backend, page=page, host="512KiB", device_memory="128MiB")
     model = models.build(lambda: models.GPT(width=32, blocks=3, tied=True), runs.DTYPES["bf16"])
     with runs.EngineTrainer(model, config) as trainer:
         outcome = runs.train(trainer, models.token_batches(STEPS))
@@ -101,7 +101,7 @@ def little_locked_memory(directory: str, nbytes: str) -> dict[str, Any]:
 
 def small_files(directory: str, nbytes: str) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(nbytes), int(nbytes)))
-    return train(directory)
+    return train(directory, page=16 << 10)
 
 
 def forbidden(directory: str, code: str, *calls: str) -> dict[str, Any]:
