@@ -30,8 +30,15 @@ def files() -> Files:
     return Files()
 
 
+@pytest.fixture
+def fd(files: Files, tmp_path: Path) -> Iterator[int]:
+    with opened(files, tmp_path / "file", content=bytes(2 * BLOCK)) as descriptor:
+        yield descriptor
+
+
 @pytest.fixture(params=BACKENDS)
-def open_queue(request: pytest.FixtureRequest, files: Files) -> Iterator[OpenQueue]:
+def open_queue(request: pytest.FixtureRequest, files: Files, fd: int) -> Iterator[OpenQueue]:
+    """Opens queues of one backend and closes them, before ``fd`` is closed."""
     queues: list[TaskQueue] = []
 
     def open_one(**arguments: Any) -> TaskQueue:
@@ -44,12 +51,6 @@ def open_queue(request: pytest.FixtureRequest, files: Files) -> Iterator[OpenQue
     for queue in queues:
         queue.cancel()
         queue.close()
-
-
-@pytest.fixture
-def fd(files: Files, tmp_path: Path) -> Iterator[int]:
-    with opened(files, tmp_path / "file", content=bytes(2 * BLOCK)) as descriptor:
-        yield descriptor
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +274,7 @@ def test_who_only_asks_promotes_nothing(open_queue: OpenQueue, files: Files, fd:
 def test_a_chain_of_a_hundred_thousand_is_promoted_and_cancelled(open_queue: OpenQueue) -> None:
     queue = open_queue(workers=1)
     batch = Batch()
-    last = batch.kernel(SLEEP, sleep_args(400_000))
+    last = batch.kernel(SLEEP, sleep_args(1_000_000))
     for _ in range(100_000):
         last = batch.kernel(SLEEP, sleep_args(), (last,), priority=PREFETCH)
     first_id = queue.submit(batch)
