@@ -36,6 +36,16 @@ class ConfigError(InfinityError, ValueError):
         super().__init__(f"{count} problem{'s' if count != 1 else ''} in the config:\n{lines}")
 
 
+class OptionsError(InfinityError, ValueError):
+    """Options of a command cannot be used; ``problems`` lists everything that is wrong with them, each under its option."""
+
+    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  {problem}" for problem in self.problems)
+        count = len(self.problems)
+        super().__init__(f"{count} problem{'s' if count != 1 else ''} with the options:\n{lines}")
+
+
 class NotYetError(InfinityError, NotImplementedError):
     """Something that is planned and not built yet was asked for."""
 
