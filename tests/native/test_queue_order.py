@@ -225,6 +225,19 @@ def test_what_is_waited_for_goes_before_what_was_more_urgent_with_all_that_it_de
     assert len(queue.poll()) < 800
 
 
+def test_who_will_wait_may_promote_now_and_wait_later(open_queue: OpenQueue) -> None:
+    queue = open_queue(workers=1)
+    batch = Batch()
+    for _ in range(1000):
+        batch.kernel(SLEEP, sleep_args(1000), priority=WRITE_BACK)
+    last = batch.kernel(SLEEP, sleep_args(), (batch.kernel(SLEEP, sleep_args(), priority=PREFETCH),), priority=PREFETCH)
+    first_id = queue.submit(batch)
+    queue.promote([first_id - 1 - last, 0, 10**6])
+    queue.promote([])
+    until(lambda: queue._phase(first_id - 1 - last) is None)
+    assert len(queue.poll()) < 800
+
+
 def test_a_transfer_that_is_waited_for_goes_before_what_was_more_urgent(
     open_queue: OpenQueue, files: Files, fd: int, memory: Memory
 ) -> None:
