@@ -46,7 +46,8 @@ from infinity.store import PageStore
 from infinity.task_queue import Files, TaskQueue
 from infinity.tiers.device import Device, DeviceKind, available_bytes, open_device
 from infinity.tiers.frames import FramePool
-from infinity.tiers.nvme import NvmeBacking, check_path
+from infinity.tiers.nvme import NvmeBacking
+from infinity.tiers.nvme_path import check_paths
 from infinity.touch import EngineDoor
 from infinity.units import FoundUnit, find_units
 
@@ -84,7 +85,7 @@ class Engine:
     ) -> None:
         self._closed = False
         self.module = model
-        self.config = load_config(config, check_path=check_path)
+        self.config = load_config(config, check_paths=check_paths)
         self.comm = open_comm()
         for notice in self.config.notices:
             logger.info("%s", notice)
@@ -124,10 +125,23 @@ class Engine:
                 block_nbytes=aio.block_size,
                 workers=_workers(self.config, kind),
                 io_threads=aio.intra_op_parallelism,
+                in_flight_nbytes=aio.in_flight,
+                n_paths=max(1, len(self.config.nvme_paths)),
+                stall_s=aio.stall_s,
             )
             if budgets.n_slots:
-                assert self.config.nvme_path is not None
-                self._backing = NvmeBacking(self._files, self.config.nvme_path, page_nbytes=budgets.page_nbytes, n_slots=budgets.n_slots)
+                self._backing = NvmeBacking(
+                    self._files,
+                    self.config.nvme_paths,
+                    page_nbytes=budgets.page_nbytes,
+                    n_slots=budgets.n_slots,
+                    weights=None if aio.path_weights == "auto" else aio.path_weights,
+                    queue=self._queue,
+                    frames=self._frames,
+                    direct_required=aio.direct_io == "required",
+                )
+                for fd, path in self._backing.files():
+                    self._queue.add_file(fd, path)
             self._device = open_device(kind, budgets.device_bytes, seed=seed)
             if self.config.pin_memory:
                 try:
@@ -406,7 +420,7 @@ class Engine:
     def placement(self) -> Placement:
         """What lives where, in bytes."""
         assert self._queue is not None
-        return describe(self._budgets, self._queue.backend, direct=self._backing.direct if self._backing is not None else None)
+        return describe(self._budgets, self._queue.backend, self._backing.shares if self._backing is not None else ())
 
     def totals(self) -> Totals:
         """Bytes read and written, and time waited, since the start."""

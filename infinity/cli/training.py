@@ -87,7 +87,8 @@ def run(options: Options) -> int:
     held_out = list(sequential_batches(held_out_text, batch=eval_batch, context=shape.context, limit=eval_limit))
     for notice in config.notices:
         out.print(f"[yellow]note:[/] {escape(notice)}")
-    _make_directory(config.nvme_path, out)
+    for path in config.nvme_paths:
+        _make_directory(path, out)
     with contextlib.ExitStack() as stack:
         lines = stack.enter_context(_open_metrics(options.metrics)) if options.metrics else None
         torch.manual_seed(options.seed)
@@ -127,14 +128,12 @@ def _read_config(options: Options) -> Config:
     return load_config(tree).model_copy(update={"notices": config.notices})
 
 
-def _make_directory(nvme_path: str | None, out: Console) -> None:
-    """Makes a missing ``nvme_path`` where that cannot surprise: one written relative and below the current directory.
+def _make_directory(nvme_path: str, out: Console) -> None:
+    """Makes a missing path of ``nvme_path`` where that cannot surprise: one written relative and below the current directory.
 
     Any other is left to the engine, which refuses a missing one: a path misspelled, or on a drive that is not mounted, must not
     become a directory that fills the system's disk.
     """
-    if nvme_path is None:
-        return
     path = Path(nvme_path)
     here = Path.cwd().resolve()
     if path.is_absolute() or path.is_symlink() or path.exists() or not path.resolve().is_relative_to(here):
@@ -178,10 +177,30 @@ def _show_job(out: Console, placement: Placement, config: Config, shape: GPTConf
     table.add_section()
     table.add_row("total", *map(_bytes, totals.values()), style="bold")
     table.add_row("budget", format_bytes(placement.device_budget_bytes), format_bytes(placement.host_budget_bytes), "-", style="bold")
-    table.add_row("needed at least", format_bytes(placement.device_minimum_bytes), format_bytes(placement.host_minimum_bytes), "-")
+    minimum = (placement.device_minimum_bytes, placement.host_minimum_bytes, placement.nvme_reserved_bytes)
+    table.add_row("needed at least", format_bytes(minimum[0]), format_bytes(minimum[1]), _bytes(minimum[2]))
     out.print(table)
+    if len(placement.paths) > 1:
+        _show_paths(out, placement)
     how = {True: " past the page cache", False: " through the page cache", None: ""}[placement.direct_io]
     out.print(f"pages of {format_bytes(placement.page_nbytes)}, moved by {placement.backend}{how}")
+
+
+def _show_paths(out: Console, placement: Placement) -> None:
+    table = Table(title="Pages are striped over", title_justify="left", title_style="bold")
+    table.add_column("", overflow="fold")
+    table.add_column("", no_wrap=True)
+    for name in ("measured", "share", "reserved"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for path in placement.paths:
+        table.add_row(
+            escape(path.path),
+            path.file_system + ("" if path.direct else ", page cache"),
+            format_rate(path.bytes_per_s) if path.bytes_per_s is not None else "-",
+            f"{path.share:.0%}",
+            format_bytes(path.n_slots * placement.page_nbytes),
+        )
+    out.print(table)
 
 
 def _bytes(nbytes: int) -> str:
