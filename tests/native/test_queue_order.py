@@ -119,8 +119,9 @@ def test_a_long_transfer_that_is_less_urgent_holds_up_no_other(open_queue: OpenQ
     finish(queue, long_id, 1)
 
 
+@pytest.mark.parametrize(("more", "less"), [(DEMAND, WRITE_BACK), (DEMAND, PREFETCH), (WRITE_BACK, PREFETCH)])
 @pytest.mark.parametrize("kind", ["transfers", "kernels"])
-def test_what_is_less_urgent_gets_its_turn_under_a_load_that_never_ends(open_queue: OpenQueue, fd: int, memory: Memory, kind: str) -> None:
+def test_what_is_less_urgent_gets_its_turn_under_a_load_that_never_ends(open_queue: OpenQueue, fd: int, memory: Memory, kind: str, more: Priority, less: Priority) -> None:
     queue = open_queue(queue_depth=1, workers=1)
     batch = Batch()
 
@@ -131,8 +132,8 @@ def test_what_is_less_urgent_gets_its_turn_under_a_load_that_never_ends(open_que
             batch.kernel(SLEEP, sleep_args(), priority=priority)
 
     for _ in range(100):
-        add(DEMAND)
-    add(WRITE_BACK)
+        add(more)
+    add(less)
     first_id = queue.submit(batch)
     until(lambda: queue.stats().in_flight == 0)
     assert [c.id for c in queue.poll()].index(first_id + 100) == 16
