@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import IoError
+from infinity.errors import EngineClosedError, StallError
 from infinity.faults import Fault
 from infinity.task_queue import Batch, FileOp, Priority, TaskQueue
 from tests.support.runs import engine_config, least_host_bytes, with_host
@@ -78,7 +78,7 @@ def test_gathers_for_a_visit_are_demand_updates_write_back_and_gathers_ahead_pre
             engine.step()
         engine.finish()
         later = recorder.take()
-        assert engine.totals()["prefetch_hits"] > 0
+        assert engine.totals().prefetch_hits > 0
         engine._files.mend()
     assert priorities(recorded_forward, "read") == {Priority.DEMAND}  # nothing is known yet, so nothing is read ahead
     assert priorities(later, "write") == {Priority.WRITE_BACK}
@@ -88,19 +88,33 @@ def test_gathers_for_a_visit_are_demand_updates_write_back_and_gathers_ahead_pre
     assert recorder.promoted  # gathers ahead that a visit had to wait for
 
 
-def test_a_failed_engine_cancels_what_is_not_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_only_a_failed_engine_cancels_what_is_not_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool) -> None:
     cancelled: list[TaskQueue] = []
-    monkeypatch.setattr(TaskQueue, "cancel", lambda queue: cancelled.append(queue))
-    config = engine_config(tmp_path)
-    config = with_host(config, least_host_bytes(make, config))
-    engine = infinity.Engine(make(), config)
-    data = torch.randn(2, 64)
-    engine._files.fault(FileOp.WRITE, Fault.error(5), times=1 << 30)
-    with pytest.raises(IoError):
-        for _ in range(3):
-            engine.backward(engine(data).square().mean())
-            engine.step()
-        engine.finish()
-    engine._files.mend()
+    monkeypatch.setattr(TaskQueue, "cancel", cancelled.append)
+    engine = infinity.Engine(make(), engine_config(tmp_path))
+    engine.backward(engine(torch.randn(2, 64)).square().mean())
+    engine.step()
+    if fails:
+        engine._flight.fail(KeyboardInterrupt())
     engine.close()
-    assert cancelled == [engine._queue]
+    assert cancelled == [engine._queue] * fails
+
+
+def test_an_engine_whose_queue_stands_still_can_be_closed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine = infinity.Engine(make(), engine_config(tmp_path))
+    close = TaskQueue.close
+
+    def stand_still(queue: TaskQueue) -> None:
+        raise StallError("1 of 1 tasks did not end")
+
+    monkeypatch.setattr(TaskQueue, "close", stand_still)
+    with pytest.raises(StallError):
+        engine.close()
+    assert engine._queue is not None
+    assert engine._queue.stats().in_flight == 0  # it is still open
+    monkeypatch.setattr(TaskQueue, "close", close)
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        engine._queue.stats()
+    engine.close()
