@@ -154,6 +154,8 @@ int inf_queue_poll(inf_queue *queue, inf_completion *completions, uint32_t max);
 /* Until every one of `ids` is complete (taken by poll or not): 0, or -ETIMEDOUT after timeout_ms. They and everything that they
  * depend on become INF_DEMAND, unless timeout_ms is 0. */
 int inf_queue_wait(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms);
+/* The same until at least one of them is complete (0 ids: at once). */
+int inf_queue_wait_any(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms);
 /* The tasks of `ids` that are not complete, and everything that they depend on, become INF_DEMAND. */
 int inf_queue_promote(inf_queue *queue, const uint64_t *ids, uint32_t n_ids);
 /* Tasks not begun end with -ECANCELED, those that depend on others when these have ended; of transfers begun no further request is

@@ -91,7 +91,7 @@ def test_gathers_for_a_visit_are_demand_updates_write_back_and_gathers_ahead_pre
 @pytest.mark.parametrize("fails", [True, False])
 def test_only_a_failed_engine_cancels_what_is_not_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool) -> None:
     cancelled: list[TaskQueue] = []
-    monkeypatch.setattr(TaskQueue, "cancel", cancelled.append)
+    monkeypatch.setattr(TaskQueue, "cancel", lambda queue: cancelled.append(queue))
     engine = infinity.Engine(make(), engine_config(tmp_path))
     engine.backward(engine(torch.randn(2, 64)).square().mean())
     engine.step()

@@ -121,7 +121,9 @@ def test_a_long_transfer_that_is_less_urgent_holds_up_no_other(open_queue: OpenQ
 
 @pytest.mark.parametrize(("more", "less"), [(DEMAND, WRITE_BACK), (DEMAND, PREFETCH), (WRITE_BACK, PREFETCH)])
 @pytest.mark.parametrize("kind", ["transfers", "kernels"])
-def test_what_is_less_urgent_gets_its_turn_under_a_load_that_never_ends(open_queue: OpenQueue, fd: int, memory: Memory, kind: str, more: Priority, less: Priority) -> None:
+def test_what_is_less_urgent_gets_its_turn_under_a_load_that_never_ends(
+    open_queue: OpenQueue, fd: int, memory: Memory, kind: str, more: Priority, less: Priority
+) -> None:
     queue = open_queue(queue_depth=1, workers=1)
     batch = Batch()
 
