@@ -79,8 +79,12 @@ def check_path(path: str | os.PathLike[str]) -> str | None:
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.unlink(name)
-            if os.write(fd, bytes(_WRITE_TEST_NBYTES)) < _WRITE_TEST_NBYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            left = memoryview(bytes(_WRITE_TEST_NBYTES))
+            while left:  # the write after a short one says what stops it
+                written = os.write(fd, left)
+                if written == 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                left = left[written:]
         finally:
             os.close(fd)
     except OSError as error:
@@ -90,6 +94,8 @@ def check_path(path: str | os.PathLike[str]) -> str | None:
             errno.EROFS: "Mount it writable",
             errno.ENOSPC: "Free some space",
             errno.EDQUOT: "Raise the disk quota",
+            errno.EFBIG: "Raise the limit of file sizes (RLIMIT_FSIZE: ulimit -f)",
+            errno.EMFILE: "Raise the limit of open files (RLIMIT_NOFILE: ulimit -n)",
         }.get(error.errno or 0, "Check the file system")
         with contextlib.suppress(OSError):  # what could not be unlinked at first
             os.unlink(name)
