@@ -34,6 +34,7 @@ from infinity.figures import StepMetrics, Totals
 from infinity.flat_param import FlatParam, Unit
 from infinity.flight import Flight
 from infinity.hooks import Hooks
+from infinity.io_trace import IoTrace
 from infinity.layout import GRAD
 from infinity.optim.adamw import AdamW
 from infinity.optim.groups import EngineOptimizer, changed_hyper_parameters, hyper_parameters, parameter_groups
@@ -434,6 +435,34 @@ class Engine:
             self._executor.demand_gathers,
         )
 
+    @contextlib.contextmanager
+    def record_io(self, trace: IoTrace) -> Iterator[None]:
+        """What the task queue is handed meanwhile goes into ``trace``, which ends when that is done.
+
+        Errors: OSError when the trace cannot be written. A block that ends in an exception leaves the trace without its end.
+        """
+        assert self._queue is not None
+        self._enter()
+        self._flight.wait_all()
+        aio = self.config.aio
+        options = {"backend": self._queue.backend, "queue_depth": aio.queue_depth, "block_nbytes": aio.block_size}
+        before = self._queue.stats()
+        trace.begin(options, self._files.path)
+        self._queue.recorder = trace.record
+        try:
+            yield
+            self._flight.wait_all()
+        finally:
+            self._queue.recorder = None
+        after = self._queue.stats()
+        trace.end(
+            {
+                "read_nbytes": after.read_nbytes - before.read_nbytes,
+                "write_nbytes": after.write_nbytes - before.write_nbytes,
+                "io_busy_s": after.io_busy_s - before.io_busy_s,
+            }
+        )
+
     @property
     def last_step(self) -> StepMetrics | None:
         """The figures of the last step; its norm when it is known."""
@@ -482,8 +511,13 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except InfinityError as closing:
+            if error is None:
+                raise
+            logger.error("closing failed too: %s", closing)  # what went wrong first says more
 
     def _give_back(self, *, failed: bool = False) -> None:
         unregister(self._params)

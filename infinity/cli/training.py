@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -31,6 +31,7 @@ from infinity.data import Batch, BatchStream, Text, open_corpus, sequential_batc
 from infinity.engine import Engine
 from infinity.errors import ConfigError, ConfigProblem, EngineFailedError, InfinityError
 from infinity.figures import StepMetrics
+from infinity.io_trace import IoTrace
 from infinity.metrics import JsonLines
 from infinity.models.gpt import GPT, GPTConfig, generate
 from infinity.placement import Placement
@@ -46,6 +47,7 @@ LOG_LINES = 20
 """Lines of progress where there is no terminal."""
 RATE_STEPS = 10
 """Steps over which the rates of the progress bar are taken."""
+_T = TypeVar("_T")
 TIERS = ("device", "host", "nvme")
 METRICS = ("step", "loss", "lr", "grad_norm", "step_s", "stall_s", "read_bytes", "write_bytes", "host_bytes", "device_bytes")
 
@@ -66,6 +68,7 @@ class Options:
     seed: int
     data: Path | None
     metrics: Path | None
+    io_trace: Path | None
     sample_bytes: int
     json: bool
 
@@ -90,7 +93,8 @@ def run(options: Options) -> int:
     for path in config.nvme_paths:
         _make_directory(path, out)
     with contextlib.ExitStack() as stack:
-        lines = stack.enter_context(_open_metrics(options.metrics)) if options.metrics else None
+        lines = stack.enter_context(_open("--metrics", JsonLines, options.metrics)) if options.metrics else None
+        trace = stack.enter_context(_open("--io-trace", IoTrace, options.io_trace)) if options.io_trace else None
         torch.manual_seed(options.seed)
         with torch.device("meta") if options.meta else contextlib.nullcontext():
             model = GPT(shape)
@@ -99,7 +103,7 @@ def run(options: Options) -> int:
         job = _Job(engine, stream, options.steps, _Log(lines))
         with _interrupts(out) as interrupts:
             try:
-                with _progress(out, options.steps) as shown:
+                with _progress(out, options.steps) as shown, engine.record_io(trace) if trace else contextlib.nullcontext():
                     job.train(interrupts, shown)
                 out.print("evaluating on text that was held out, then writing a sample ...")
                 job.evaluate(held_out)
@@ -147,13 +151,11 @@ def _make_directory(nvme_path: str, out: Console) -> None:
     out.print(f"[yellow]note:[/] made the directory {escape(str(path.resolve()))}, which nvme_path names")
 
 
-def _open_metrics(path: Path) -> JsonLines:
+def _open(option: str, kind: Callable[[Path], _T], path: Path) -> _T:
     try:
-        return JsonLines(path)
+        return kind(path)
     except OSError as error:
-        raise InfinityError(
-            f"--metrics {path} cannot be written: {error.strerror}. Name a file in a directory you can write to."
-        ) from error
+        raise InfinityError(f"{option} {path} cannot be written: {error.strerror}. Name a file in a directory you can write to.") from error
 
 
 def _show_job(out: Console, placement: Placement, config: Config, shape: GPTConfig, text: Text, steps: int) -> None:
