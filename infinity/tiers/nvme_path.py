@@ -328,7 +328,7 @@ def _open_unlinked(files: Files, path: str, extra_flags: int) -> int:
 
 
 def _overwrite_in_place(fd: int) -> None:
-    """Asks for blocks that are not copied when they are written again, as btrfs does else: what was reserved would not be what is written."""
+    """Asks for blocks that are not copied when they are written again, as btrfs does else: what was reserved would not help then."""
     flags = bytearray(8)
     try:
         fcntl.ioctl(fd, _GET_FLAGS, flags)

@@ -1,4 +1,4 @@
-"""Files that someone else cuts, empties, lengthens or overwrites during a run: they have no name, but /proc/<pid>/fd has them.
+"""Files that someone else cuts, empties, lengthens or overwrites behind the store's back: they have no name, but /proc/<pid>/fd has them.
 
 A typed error with file, place and lengths, or the right result; never a wrong page.
 """
@@ -11,13 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from infinity.engine import EngineState
-from infinity.errors import CorruptPageError, EngineFailedError, InfinityError, IoError
+from infinity.errors import CorruptPageError, IoError
 from infinity.layout import PageId
 from infinity.residency import PageState
-from tests.support import models, runs
 from tests.support.queues import BACKENDS
 from tests.support.stores import PAGE_NBYTES, StoreBench, store_bench
 
@@ -92,51 +89,3 @@ def test_two_pages_that_were_exchanged_are_corrupt(bench: StoreBench) -> None:
         with pytest.raises(CorruptPageError):
             bench.store.read_page(page)
     assert bench.store.read_page(C) == bench.content(C)
-
-
-@pytest.mark.parametrize("overlap", ["deferred", "fused"])
-@pytest.mark.parametrize("how", ["emptied", "halved", "zeroed", "longer"])
-@pytest.mark.parametrize("n_paths", [1, 2])
-def test_a_run_whose_file_is_tampered_with_ends_right_or_says_so(tmp_path: Path, how: str, overlap: str, n_paths: int) -> None:
-    def build() -> torch.nn.Module:
-        return models.build(lambda: models.GPT(width=32, blocks=2), torch.bfloat16)
-
-    paths = [tmp_path / f"path{index}" for index in range(n_paths)]
-    for path in paths:
-        path.mkdir()
-    expected = runs.train(runs.PlainTrainer(build()), models.token_batches(4))
-    config = runs.engine_config(paths, precision="bf16", overlap=overlap)
-    config = runs.with_host(config, runs.least_host_bytes(build, config))
-    model = build()
-    trainer = runs.EngineTrainer(model, config)
-    backing = trainer.engine._backing
-    assert backing is not None
-    error: InfinityError | None = None
-    found: runs.Outcome | None = None
-    try:
-        for step, args in enumerate(models.token_batches(4)):
-            if step == 2:
-                fd, path = backing.files()[-1]
-                nbytes = os.fstat(fd).st_size
-                os.ftruncate(fd, {"emptied": 0, "halved": nbytes // 2, "zeroed": 0, "longer": nbytes + (1 << 20)}[how])
-                if how == "zeroed":
-                    os.ftruncate(fd, nbytes)
-            trainer.backward(trainer(*args))
-            trainer.step()
-        found = trainer.outcome()
-    except InfinityError as caught:
-        error = caught
-    if how != "halved":  # then it depends on what rests in which half
-        assert (error is None) is (how == "longer")
-    if found is not None:
-        runs.assert_same(expected, found)
-    else:
-        cause = error.__cause__ if isinstance(error, EngineFailedError) else error
-        assert isinstance(cause, (IoError, CorruptPageError))
-        assert cause.path.startswith(str(paths[path]))
-        assert isinstance(cause, CorruptPageError) or cause.errno == errno.ENODATA
-    try:
-        trainer.engine.close()
-    except InfinityError:
-        assert trainer.engine.state is EngineState.CLOSED
-    assert how == "longer" or found is not None or all(param.is_meta or param.isfinite().all() for param in model.parameters())
