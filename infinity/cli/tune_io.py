@@ -326,7 +326,7 @@ class _Shown:
         table = Table(title="best so far", title_justify="left", box=None, pad_edge=False)
         for name in (*COLUMNS, "to the default"):
             table.add_column(name, justify="right")
-        for setting, ratio in self._search.ranking()[:SHOWN]:
+        for setting, ratio in self._search.standing()[:SHOWN]:
             table.add_row(*cells(setting), _percent(ratio - 1))
         return Group(self._progress, table)
 
@@ -350,12 +350,10 @@ def verdict_text(search: Search, verdict: Verdict, interrupted: bool) -> str:
     """What came of it, in one sentence or two."""
     margin = verdict.margin
     if interrupted:
-        best = search.ranking()[:1]
-        if verdict.challenger is not None and margin is not None:
-            best = [(verdict.challenger.setting, 1 + margin.median)]
-        if not best:
+        standing = search.standing()
+        if not standing:
             return "stopped before anything was known: the default stays"
-        setting, ratio = best[0]
+        setting, ratio = standing[0]
         return f"stopped; the best so far is {_name(setting)}, {_percent(ratio - 1)} to the default, which is not certain yet"
     if margin is None or verdict.challenger is None:
         return "there was no time to try anything: the default stays. Give a larger --budget."
@@ -412,16 +410,16 @@ def _spread(rates: list[float]) -> dict[str, float] | None:
 
 def show(out: Console, search: Search, verdict: Verdict, summary: Mapping[str, Any]) -> None:
     """The finalists as a table and as bars, the verdict, and the block to put into a config."""
-    trials = [trial for trial in search.trials if trial.rounds]
+    trials = sorted((trial for trial in search.trials if trial.rounds), key=lambda trial: -median(trial.steps))
     if trials:
         table = Table(title="Bytes per second, median of rounds in turn (step: as a training step reads and writes)", title_justify="left")
         for name in (*COLUMNS, "read", "write", "both at once", "step", "to the default"):
             table.add_column(name, justify="right")
         top = max(median(trial.steps) for trial in trials)
-        for trial in sorted(trials, key=lambda trial: -median(trial.steps)):
+        for trial in trials:
             rates = [median(trial.rates[direction]) for direction in (Direction.READ, Direction.WRITE, Direction.MIXED)]
-            against = [ours / theirs - 1 for ours, theirs in zip(trial.steps, trials[0].steps, strict=False)]
-            last = "default" if trial is trials[0] else _percent(median(against))
+            against = [ours / theirs - 1 for ours, theirs in zip(trial.steps, search.trials[0].steps, strict=False)]
+            last = "default" if trial is search.trials[0] else _percent(median(against))
             style = "bold green" if trial is verdict.winner else ""
             table.add_row(*cells(trial.setting), *map(format_rate, (*rates, median(trial.steps))), last, style=style)
         out.print(table)
