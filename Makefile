@@ -9,7 +9,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help train test test-slow law faults lint bench clean install FORCE
+.PHONY: help train test test-slow law faults sanitize lint bench clean install FORCE
 
 PYTHON ?=
 TORCH_INDEX ?=
@@ -45,6 +45,9 @@ law: install  ## the full matrix of placements, page sizes, budgets, backends an
 
 faults: install  ## every file operation of a short run goes wrong in every way, in turn: the table of what came of it
 	$(PY) -m tests.support.faulting $(ARGS)
+
+sanitize: install  ## the native code under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer (some minutes)
+	$(PY) -m tests.support.sanitize $(ARGS)
 
 lint: install  ## ruff, mypy and the floors: imports point down only
 	$(PY) -m ruff check .

@@ -60,13 +60,13 @@ class OptimizerBlock(_Block):
 
 class OffloadParamBlock(_Block):
     device: Placement
-    nvme_path: str | None
+    nvme_path: tuple[str, ...] | None
     pin_memory: bool
 
 
 class OffloadOptimizerBlock(_Block):
     device: Placement
-    nvme_path: str | None
+    nvme_path: tuple[str, ...] | None
     pin_memory: bool
 
 
@@ -94,8 +94,12 @@ class MemoryBlock(_Block):
 class AioBlock(_Block):
     block_size: int
     queue_depth: int
+    in_flight: int
     intra_op_parallelism: int
     backend: Literal["auto", "uring", "threads"]
+    direct_io: Literal["auto", "required"]
+    path_weights: tuple[float, ...] | Literal["auto"]
+    stall_s: float
 
 
 class Config(_Block):
@@ -121,13 +125,13 @@ class Config(_Block):
     notices: tuple[str, ...] = ()
 
     @property
-    def nvme_path(self) -> str | None:
-        """The directory in which pages rest, or None when nothing rests on NVMe."""
+    def nvme_paths(self) -> tuple[str, ...]:
+        """The directories over which pages are spread, or none when nothing rests on NVMe."""
         zero = self.zero_optimization
         for block in (zero.offload_param, zero.offload_optimizer):
             if block.device == "nvme":
-                return block.nvme_path
-        return None
+                return block.nvme_path or ()
+        return ()
 
     @property
     def pin_memory(self) -> bool:
@@ -335,24 +339,52 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
-    """A directory by its path, or a list of one; whether it can be used is not checked here."""
+class Weights:
+    """A list of numbers above 0, one for each path."""
 
     @property
     def text(self) -> str:
-        return "the path of a directory, or a list of one"
+        return "a list of numbers > 0, one for each path of nvme_path"
 
-    def read(self, value: object) -> str:
-        if isinstance(value, (list, tuple)):
-            if len(value) > 1:
-                raise Refusal(reason="several paths: not yet; give one.")
-            if not value:
-                raise Refusal
-            value = value[0]
+    def read(self, value: object) -> tuple[float, ...]:
+        if not isinstance(value, (list, tuple)) or not value:
+            raise Refusal
+        weights = tuple(Number().read(item) for item in value)
+        if min(weights) <= 0:
+            raise Refusal("Leave a path that is to hold nothing out of nvme_path.")
+        return weights
+
+
+@dataclass(frozen=True, slots=True)
+class Directories:
+    """A directory by its path, or a list of them; whether they can be used is not checked here."""
+
+    most: int = 16
+
+    @property
+    def text(self) -> str:
+        return "the path of a directory, or a list of them"
+
+    def read(self, value: object) -> tuple[str, ...]:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if not 0 < len(items) <= self.most:
+            raise Refusal(f"At most {self.most}." if items else "")
+        paths = [self._path(item) for item in items]
+        wrong = [f"[{index}]" for index, path in enumerate(paths) if path is None]
+        if wrong:
+            raise Refusal(f"Not a path: {', '.join(wrong)}." if len(items) > 1 else "")
+        found = tuple(path for path in paths if path is not None)
+        names = [os.path.normpath(path) for path in found]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise Refusal(reason=f"[{names.index(name)}] and [{index}] are the same directory. Name each once.")
+        return found
+
+    def _path(self, value: object) -> str | None:
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
         if not isinstance(value, str) or not value.strip():
-            raise Refusal
+            return None
         path = str.__str__(value)
         if "\0" in path:
             raise Refusal("A path cannot contain a NUL character.")
@@ -498,6 +530,7 @@ _OPEN = Anything()
 _ALWAYS = "this is always so"
 _ONE_RANK = "one rank sends nothing to others"
 _BY_BUDGET = "frames are sized from memory.host and the page size"
+_NVME_PATH = "where files go; needed for 'nvme'; pages are striped over several (one per drive), the same for both blocks"
 _NOT_OURS = "nothing here sends figures there; the command line's --metrics writes one JSON line per step"
 
 KEYS: tuple[Key, ...] = (
@@ -635,7 +668,7 @@ KEYS: tuple[Key, ...] = (
     ),
     Key("zero_optimization.offload_param", Block(), {}, BUILT, "the parameters"),
     Key("zero_optimization.offload_param.device", Choice(("none", "cpu", "nvme")), "none", BUILT, "the lowest tier where weights may rest"),
-    Key("zero_optimization.offload_param.nvme_path", Directory(), None, BUILT, "where files go; needed for 'nvme'"),
+    Key("zero_optimization.offload_param.nvme_path", Directories(), None, BUILT, _NVME_PATH),
     Key("zero_optimization.offload_param.pin_memory", _FLAG, True, BUILT, "page-lock host frames for copies to a GPU; nothing on a CPU"),
     Key("zero_optimization.offload_param.buffer_count", _SIZE, 5, IGNORED, _BY_BUDGET),
     Key("zero_optimization.offload_param.buffer_size", _SIZE, 100_000_000, IGNORED, _BY_BUDGET),
@@ -648,7 +681,7 @@ KEYS: tuple[Key, ...] = (
     ),
     Key("zero_optimization.offload_optimizer", Block(), {}, BUILT, "the optimizer state: residuals or masters, and moments"),
     Key("zero_optimization.offload_optimizer.device", Choice(("none", "cpu", "nvme")), "none", BUILT, "the lowest tier where it may rest"),
-    Key("zero_optimization.offload_optimizer.nvme_path", Directory(), None, BUILT, "where files go; needed for 'nvme'"),
+    Key("zero_optimization.offload_optimizer.nvme_path", Directories(), None, BUILT, _NVME_PATH),
     Key(
         "zero_optimization.offload_optimizer.pin_memory", _FLAG, True, BUILT, "page-lock host frames for copies to a GPU; nothing on a CPU"
     ),
@@ -829,7 +862,8 @@ KEYS: tuple[Key, ...] = (
     # -- aio
     Key("aio", Block(), {}, BUILT, "how files are read and written"),
     Key("aio.block_size", Bytes(4 << 10, 1 << 30, multiple=4 << 10), 1 << 20, BUILT, "the largest single request to the kernel"),
-    Key("aio.queue_depth", Whole(1, 4096), 32, BUILT, "requests in flight"),
+    Key("aio.queue_depth", Whole(1, 4096), 32, BUILT, "requests in flight, for each path"),
+    Key("aio.in_flight", Bytes(64 << 10, 1 << 40), 256 << 20, BUILT, "bytes of requests in flight at most, for each path"),
     Key(
         "aio.intra_op_parallelism", Whole(1, 256), 4, BUILT, "I/O threads of the 'threads' backend", aliases=("thread_count", "num_threads")
     ),
@@ -840,6 +874,21 @@ KEYS: tuple[Key, ...] = (
         BUILT,
         "what moves the bytes; auto: the best that works",
     ),
+    Key(
+        "aio.direct_io",
+        Choice(("auto", "required")),
+        "auto",
+        BUILT,
+        "past the page cache (O_DIRECT); auto: where the file system does it, else one warning; required: refused where it does not",
+    ),
+    Key(
+        "aio.path_weights",
+        Weights(),
+        "auto",
+        BUILT,
+        "how many pages each path of nvme_path gets, relative to the others; auto: by the speed measured at start",
+    ),
+    Key("aio.stall_s", Number(1.0), 600.0, BUILT, "seconds without any progress after which waiting for I/O is an error"),
     Key("aio.single_submit", _FLAG, False, IGNORED, "requests are submitted together"),
     Key("aio.overlap_events", _FLAG, True, IGNORED, "the queue is always kept full"),
     Key("aio.use_gds", _FLAG, False, LATER, "pages pass through host memory"),
@@ -998,11 +1047,11 @@ def load_config(
     source: Mapping[str, Any] | str | os.PathLike[str] | Config,
     *,
     world_size: int = 1,
-    check_path: Callable[[str], str | None] | None = None,
+    check_paths: Callable[[Sequence[str]], Sequence[str | None]] | None = None,
 ) -> Config:
     """The checked config from a dict, the path of a JSON file, or a JSON text (one that starts with ``{``).
 
-    ``check_path`` says what is wrong with a directory that is to be used, or None; without it directories are not looked at.
+    ``check_paths`` says what is wrong with each directory that is to be used, or None; without it directories are not looked at.
     Errors: one ``ConfigError`` with every problem.
     """
     reading = _Reading()
@@ -1011,8 +1060,8 @@ def load_config(
         reading.block("", "", tree, _Check.ALL)
         reading.old_spellings()
         reading.contradictions()
-        if check_path is not None:
-            reading.directories(check_path)
+        if check_paths is not None:
+            reading.directories(check_paths)
         reading.batch(world_size)
     if reading.problems:
         raise ConfigError(reading.problems)
@@ -1207,32 +1256,36 @@ class _Reading:
                 self.problem(key.path, f"{_show(value)} contradicts {' and '.join(against)}. Remove the old spelling.")
             self.notices.append(f"{key.path}: {key.text}")
 
-    def directories(self, check_path: Callable[[str], str | None]) -> None:
-        """Has every directory that is to be used looked at, once."""
-        seen: set[str] = set()
+    def directories(self, check_paths: Callable[[Sequence[str]], Sequence[str | None]]) -> None:
+        """Has the directories that are to be used looked at, once."""
+        seen: list[tuple[str, ...]] = []
         for block in _OFFLOAD_BLOCKS:
-            path = f"{block}.nvme_path"
-            directory = self.value(path)
-            if self.value(f"{block}.device") != "nvme" or path in self._wrong or directory is None or directory in seen:
+            key = f"{block}.nvme_path"
+            paths = self.value(key)
+            if self.value(f"{block}.device") != "nvme" or key in self._wrong or paths is None or paths in seen:
                 continue
-            seen.add(directory)
-            problem = check_path(directory)
-            if problem is not None:
-                self.problem(path, problem)
+            seen.append(paths)
+            for index, problem in enumerate(check_paths(paths)):
+                if problem is not None:
+                    self.problem(f"{key}[{index}]" if len(paths) > 1 else key, problem)
 
     def contradictions(self) -> None:
-        paths = {f"{block}.nvme_path": self.value(f"{block}.nvme_path") for block in _OFFLOAD_BLOCKS}
+        given = {f"{block}.nvme_path": self.value(f"{block}.nvme_path") for block in _OFFLOAD_BLOCKS}
         used = [f"{block}.nvme_path" for block in _OFFLOAD_BLOCKS if self.value(f"{block}.device") == "nvme"]
-        for path in used:
-            if paths[path] is not None or path in self._wrong:
+        for key in used:
+            if given[key] is not None or key in self._wrong:
                 continue
             like = 'on the drive, such as "/local_nvme/run1"'
-            for other, directory in paths.items():
-                if directory is not None:
-                    like = f"such as {_show(directory)}, which is {other}"
-            self.problem(path, f'missing, and {path.removesuffix("nvme_path")}device is "nvme". Give a directory {like}.')
-        if len({os.path.normpath(paths[path]) for path in used if paths[path] is not None}) > 1:
-            self.problem(used[1], f"another directory than {used[0]}: not yet. Give both the same.")
+            for other, paths in given.items():
+                if paths is not None:
+                    like = f"such as {_show(paths if len(paths) > 1 else paths[0])}, which is {other}"
+            self.problem(key, f'missing, and {key.removesuffix("nvme_path")}device is "nvme". Give a directory {like}.')
+        usable = [given[key] for key in used if given[key] is not None]
+        if len({tuple(map(os.path.normpath, paths)) for paths in usable}) > 1:
+            self.problem(used[1], f"other directories than {used[0]}: not yet. Give both the same, in the same order.")
+        weights = self.value("aio.path_weights")
+        if weights != "auto" and usable and len(weights) != len(usable[0]):
+            self.problem("aio.path_weights", f"{len(weights)} weights for {len(usable[0])} paths of nvme_path. Give one for each.")
         clipping = self.value("gradient_clipping")
         if self.value("optimizer_overlap") == "fused" and clipping > 0:
             self.problem(

@@ -34,6 +34,7 @@ from infinity.figures import StepMetrics, Totals
 from infinity.flat_param import FlatParam, Unit
 from infinity.flight import Flight
 from infinity.hooks import Hooks
+from infinity.io_trace import IoTrace
 from infinity.layout import GRAD
 from infinity.optim.adamw import AdamW
 from infinity.optim.groups import EngineOptimizer, changed_hyper_parameters, hyper_parameters, parameter_groups
@@ -46,7 +47,8 @@ from infinity.store import PageStore
 from infinity.task_queue import Files, TaskQueue
 from infinity.tiers.device import Device, DeviceKind, available_bytes, open_device
 from infinity.tiers.frames import FramePool
-from infinity.tiers.nvme import NvmeBacking, check_path
+from infinity.tiers.nvme import NvmeBacking
+from infinity.tiers.nvme_path import check_paths
 from infinity.touch import EngineDoor
 from infinity.units import FoundUnit, find_units
 
@@ -84,7 +86,7 @@ class Engine:
     ) -> None:
         self._closed = False
         self.module = model
-        self.config = load_config(config, check_path=check_path)
+        self.config = load_config(config, check_paths=check_paths)
         self.comm = open_comm()
         for notice in self.config.notices:
             logger.info("%s", notice)
@@ -124,10 +126,23 @@ class Engine:
                 block_nbytes=aio.block_size,
                 workers=_workers(self.config, kind),
                 io_threads=aio.intra_op_parallelism,
+                in_flight_nbytes=aio.in_flight,
+                n_paths=max(1, len(self.config.nvme_paths)),
+                stall_s=aio.stall_s,
             )
             if budgets.n_slots:
-                assert self.config.nvme_path is not None
-                self._backing = NvmeBacking(self._files, self.config.nvme_path, page_nbytes=budgets.page_nbytes, n_slots=budgets.n_slots)
+                self._backing = NvmeBacking(
+                    self._files,
+                    self.config.nvme_paths,
+                    page_nbytes=budgets.page_nbytes,
+                    n_slots=budgets.n_slots,
+                    weights=None if aio.path_weights == "auto" else aio.path_weights,
+                    queue=self._queue,
+                    frames=self._frames,
+                    direct_required=aio.direct_io == "required",
+                )
+                for fd, path in self._backing.files():
+                    self._queue.add_file(fd, path)
             self._device = open_device(kind, budgets.device_bytes, seed=seed)
             if self.config.pin_memory:
                 try:
@@ -406,7 +421,7 @@ class Engine:
     def placement(self) -> Placement:
         """What lives where, in bytes."""
         assert self._queue is not None
-        return describe(self._budgets, self._queue.backend, direct=self._backing.direct if self._backing is not None else None)
+        return describe(self._budgets, self._queue.backend, self._backing.shares if self._backing is not None else ())
 
     def totals(self) -> Totals:
         """Bytes read and written, and time waited, since the start."""
@@ -418,6 +433,34 @@ class Engine:
             self._flight.stall_s,
             self._executor.prefetch_hits,
             self._executor.demand_gathers,
+        )
+
+    @contextlib.contextmanager
+    def record_io(self, trace: IoTrace) -> Iterator[None]:
+        """What the task queue is handed meanwhile goes into ``trace``, which ends when that is done.
+
+        Errors: OSError when the trace cannot be written. A block that ends in an exception leaves the trace without its end.
+        """
+        assert self._queue is not None
+        self._enter()
+        self._flight.wait_all()
+        aio = self.config.aio
+        options = {"backend": self._queue.backend, "queue_depth": aio.queue_depth, "block_nbytes": aio.block_size}
+        before = self._queue.stats()
+        trace.begin(options, self._files.path)
+        self._queue.recorder = trace.record
+        try:
+            yield
+            self._flight.wait_all()
+        finally:
+            self._queue.recorder = None
+        after = self._queue.stats()
+        trace.end(
+            {
+                "read_nbytes": after.read_nbytes - before.read_nbytes,
+                "write_nbytes": after.write_nbytes - before.write_nbytes,
+                "io_busy_s": after.io_busy_s - before.io_busy_s,
+            }
         )
 
     @property

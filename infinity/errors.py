@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno as _errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -69,23 +69,47 @@ class BudgetError(InfinityError, MemoryError):
 
 
 class SpaceError(InfinityError, OSError):
-    """There is not enough room on a disk (or a file-size limit is too low): nothing was started."""
+    """There is not enough room on the disks (or a limit is too low): nothing was started.
 
-    def __init__(self, path: str, *, needed_bytes: int, free_bytes: int, reason: str = "") -> None:
+    ``free_bytes_by_path`` has one entry where there is one path, and ``free_bytes`` is the sum of all. A disk that fills up later is an
+    ``IoError`` of the write that found it.
+    """
+
+    def __init__(
+        self, path: str, *, needed_bytes: int, free_bytes: int, reason: str = "", free_bytes_by_path: Mapping[str, int] | None = None
+    ) -> None:
         self.path = path
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
+        self.free_bytes_by_path = dict(free_bytes_by_path or {path: free_bytes})
         self.reason = reason
+        parts = ", ".join(f"{_mib(nbytes)} on {name}" for name, nbytes in self.free_bytes_by_path.items())
+        of_each = f" ({parts})" if len(self.free_bytes_by_path) > 1 else ""
         super().__init__(
-            f"{path}: {needed_bytes / 2**20:,.2f} MiB are needed and {free_bytes / 2**20:,.2f} MiB can be had"
+            f"{path}: {_mib(needed_bytes)} are needed and {_mib(free_bytes)} can be had{of_each}"
             + (f": {reason}." if reason else ". Free some space, or name another directory in nvme_path.")
         )
 
 
 class IoError(InfinityError, OSError):
-    """A file operation failed: ``op``, ``path``, ``offset`` (bytes), ``nbytes`` and ``errno`` say which one and how."""
+    """A file operation failed: ``op``, ``path``, ``offset`` (bytes), ``nbytes`` and ``errno`` say which one and how.
 
-    def __init__(self, op: str, path: str, offset: int, nbytes: int, errno: int, what: str = "") -> None:
+    ``free_bytes`` is what the disk has left where it was full (ENOSPC, EDQUOT), ``file_nbytes`` how long the file is where it ended too
+    early (ENODATA); else None.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        path: str,
+        offset: int,
+        nbytes: int,
+        errno: int,
+        what: str = "",
+        *,
+        free_bytes: int | None = None,
+        file_nbytes: int | None = None,
+    ) -> None:
         super().__init__(errno, os.strerror(errno), path)
         self.op = op
         self.path = path
@@ -93,14 +117,25 @@ class IoError(InfinityError, OSError):
         self.nbytes = nbytes
         self.errno = errno
         self.what = what
+        self.free_bytes = free_bytes
+        self.file_nbytes = file_nbytes
 
     def __str__(self) -> str:
         name = _errno.errorcode.get(self.errno or 0, "?")
         subject = f"{self.what}, " if self.what else ""
+        fix = "Check the disk (dmesg, smartctl) and its free space."
+        if self.free_bytes is not None:
+            fix = f"{_mib(self.free_bytes)} are free there: free some space, or raise the quota."
+        elif self.file_nbytes is not None:
+            fix = f"The file has {self.file_nbytes} bytes, and {self.offset + self.nbytes} are needed: someone else has cut it short."
         return (
             f"{self.op} failed: {subject}{self.path} at byte {self.offset}, {self.nbytes} bytes: "
-            f"[{name}] {os.strerror(self.errno or 0)}. Check the disk (dmesg, smartctl) and its free space."
+            f"[{name}] {os.strerror(self.errno or 0)}. {fix}"
         )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.2f} MiB"
 
 
 class CorruptPageError(InfinityError):

@@ -10,15 +10,17 @@ from __future__ import annotations
 import enum
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from infinity.errors import IoError
+from infinity.errors import InfinityError, IoError
+from infinity.metrics import Histogram
 from infinity.sizes import align_up
 from infinity.task_queue import Backend, Batch, Files, Priority, TaskQueue
 from infinity.tiers.frames import FramePool
@@ -26,9 +28,11 @@ from infinity.tiers.nvme import NvmeBacking
 
 WARM_UP_NBYTES = 64 << 20
 """Moved before the first counted run of a case."""
+OPS: tuple[Literal["read", "write"], ...] = ("read", "write")
+STAGES: tuple[Literal["submission", "completion", "total"], ...] = ("submission", "completion", "total")
 _FILL_BLOCK_NBYTES = 8 << 20
 _FILL_BLOCKS = 8
-_MEMORY_ALIGNMENT = 4096
+_ALIGNMENT = 4096
 
 
 class Direction(enum.Enum):
@@ -56,6 +60,9 @@ class Case:
     file, and there is memory for ``queue_depth`` of them. With it, all ``nbytes`` are in memory and each page is a task of its own,
     which the queue cuts into requests; a page of ``nbytes`` is one buffer. In a mixed job reads and writes alternate, each walking
     through the first half of the file.
+
+    All tasks are handed over at once: what is in flight is the queue's business, as in training. So a request's wait for its turn is part
+    of its latency (stage "submission"); what the kernel and the drive take is stage "completion".
     """
 
     direction: Direction
@@ -120,6 +127,12 @@ class Run:
     retries: int
     backend: str
     """What carried it out."""
+    notes: tuple[str, ...]
+    """What the backend did without, and why."""
+    latency: Mapping[tuple[Literal["read", "write"], Literal["submission", "completion", "total"]], Histogram]
+    """Of requests, by operation (``OPS``) and stage (``STAGES``)."""
+    depths: Histogram
+    """Requests at the backend, each time that one more was handed to it."""
 
     @property
     def nbytes(self) -> int:
@@ -135,15 +148,15 @@ class Run:
 
     @property
     def cpu_s_per_gb(self) -> float:
-        return self.cpu_s / (self.nbytes / 1e9)
+        return self.cpu_s / (self.nbytes / 1e9) if self.nbytes else 0.0
 
 
 class Bench:
-    """A file without a name, full of incompressible data, and memory to move it to and from.
+    """Files without names, full of incompressible data, and memory to move it to and from.
 
-    ``progress`` is told how many bytes of the file are filled.
+    ``file_nbytes`` is the length of the file, or of each of several; ``progress`` is told how many bytes are filled.
 
-    Memory: owns both; the file's blocks go back to the drive however the process ends.
+    Memory: owns all of it; the files' blocks go back to the drive however the process ends.
     Errors: SpaceError and IoError, as a run of training would meet them.
     """
 
@@ -151,20 +164,22 @@ class Bench:
         self,
         directory: str | os.PathLike[str],
         *,
-        file_nbytes: int,
+        file_nbytes: int | Sequence[int],
         memory_nbytes: int,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        self.file_nbytes = file_nbytes
+        self.file_nbytes = (file_nbytes,) if isinstance(file_nbytes, int) else tuple(file_nbytes)
         self._files = Files()
-        slot_nbytes = align_up(file_nbytes, _MEMORY_ALIGNMENT)
-        self._backing = NvmeBacking(self._files, directory, page_nbytes=slot_nbytes, n_slots=1)
+        self._backings: list[NvmeBacking] = []
         self._memory: FramePool | None = None
         try:
-            frame_nbytes = align_up(max(memory_nbytes, _FILL_BLOCK_NBYTES * _FILL_BLOCKS), _MEMORY_ALIGNMENT)
-            self._memory = FramePool(frame_nbytes, frame_nbytes)
-            self._fd, _ = self._backing.place(0)
-            self._fill(progress)
+            for nbytes in self.file_nbytes:
+                self._backings.append(NvmeBacking(self._files, directory, page_nbytes=align_up(nbytes, _ALIGNMENT), n_slots=1))
+            self.fds = [backing.place(0)[0] for backing in self._backings]
+            memory_nbytes = align_up(max(memory_nbytes, _FILL_BLOCK_NBYTES * _FILL_BLOCKS), _ALIGNMENT)
+            self._memory = FramePool(memory_nbytes, memory_nbytes)
+            self.address = self._memory.base_address
+            self._fill(progress or (lambda done: None))
         except BaseException:
             self.close()
             raise
@@ -172,56 +187,66 @@ class Bench:
     @property
     def direct(self) -> bool:
         """Whether transfers pass the page cache by. If not, the figures are those of the cache."""
-        return self._backing.direct
+        return self._backings[0].direct
 
     @property
     def alignment(self) -> int:
         """What offsets, lengths and addresses must be multiples of."""
-        return self._backing.alignment
+        return self._backings[0].alignment
 
     @property
     def path(self) -> str:
-        """A name by which other processes of this user can open the file while this one lives."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+        """A name by which other processes of this user can open the (first) file while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self.fds[0]}"
 
     def warm_up(self, case: Case) -> None:
         """A run that does not count, of the first part of the case."""
-        queue = self._open_queue(case)
-        try:
-            self._transfer(queue, list(islice(case.transfers(), max(1, WARM_UP_NBYTES // case.task_nbytes))))
-        finally:
-            queue.close()
+        self._run(case, list(islice(case.transfers(), max(1, WARM_UP_NBYTES // case.task_nbytes))))
 
     def run(self, case: Case) -> Run:
         """The whole case, once.
 
-        Errors: IoError of the first request that failed.
+        Errors: IoError of the first request that failed; InfinityError when the backend does not work here.
         """
-        queue = self._open_queue(case)
+        return self._run(case, list(case.transfers()))
+
+    @contextmanager
+    def open_queue(
+        self, *, backend: Backend = Backend.AUTO, queue_depth: int, block_nbytes: int, io_threads: int = 4
+    ) -> Iterator[TaskQueue]:
+        """A queue that knows the files and the memory. What it has not begun when an exception comes is cancelled.
+
+        Errors: InfinityError when the backend does not work here.
+        """
+        assert self._memory is not None
         try:
-            transfers = list(case.transfers())
-            cpu_s = time.process_time()
-            seconds = self._transfer(queue, transfers)
-            cpu_s = time.process_time() - cpu_s
-            stats = queue.stats()
-            return Run(
-                seconds=seconds,
-                read_nbytes=stats.read_nbytes,
-                write_nbytes=stats.write_nbytes,
-                requests=case.requests,
-                cpu_s=cpu_s,
-                shorts=stats.shorts,
-                retries=stats.retries,
-                backend=queue.backend,
+            queue = TaskQueue(
+                self._files,
+                backend=backend,
+                queue_depth=queue_depth,
+                block_nbytes=block_nbytes,
+                in_flight_nbytes=queue_depth * block_nbytes,
+                io_threads=io_threads,
             )
+        except OSError as error:
+            raise InfinityError(f"backend {backend.value!r}: {error.strerror}") from error
+        try:
+            for fd in self.fds:
+                queue.add_file(fd)
+            queue.add_memory(self.address, self._memory.nbytes)
+            yield queue
+        except BaseException:
+            queue.cancel()
+            raise
         finally:
             queue.close()
 
     def close(self) -> None:
-        """Gives memory and file back."""
+        """Gives memory and files back."""
         if self._memory is not None:
             self._memory.close()
-        self._backing.close()
+        for backing in self._backings:
+            backing.close()
 
     def __enter__(self) -> Bench:
         return self
@@ -229,52 +254,68 @@ class Bench:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _open_queue(self, case: Case) -> TaskQueue:
-        return TaskQueue(
-            self._files,
-            backend=case.backend,
-            queue_depth=case.queue_depth,
-            block_nbytes=case.block_nbytes,
-            io_threads=case.io_threads,
-        )
+    def _run(self, case: Case, transfers: Sequence[Transfer]) -> Run:
+        with self.open_queue(
+            backend=case.backend, queue_depth=case.queue_depth, block_nbytes=case.block_nbytes, io_threads=case.io_threads
+        ) as queue:
+            batch = Batch()
+            for transfer in transfers:  # all of one priority: it is their order that is measured
+                add = batch.read if transfer.reads else batch.write
+                add(self.fds[0], transfer.offset, transfer.nbytes, self.address + transfer.memory_offset, (), Priority.DEMAND)
+            cpu_s = time.process_time()
+            begin_s = time.perf_counter()
+            first = queue.submit(batch)
+            queue.wait(range(first, first + len(transfers)))
+            seconds = time.perf_counter() - begin_s
+            cpu_s = time.process_time() - cpu_s
+            for completion in queue.poll():
+                if completion.status:
+                    failed = transfers[completion.id - first]
+                    op = "read" if failed.reads else "write"
+                    raise IoError(op, self._backings[0].path(0), failed.offset, failed.nbytes, -completion.status)
+            return run_of(queue, seconds, cpu_s)
 
-    def _transfer(self, queue: TaskQueue, transfers: Sequence[Transfer]) -> float:
-        """One priority for all: it is their order that is measured."""
-        assert self._memory is not None
-        base = self._memory.base_address
-        batch = Batch()
-        for transfer in transfers:
-            add = batch.read if transfer.reads else batch.write
-            add(self._fd, transfer.offset, transfer.nbytes, base + transfer.memory_offset, priority=Priority.DEMAND)
-        begin_s = time.perf_counter()
-        first = queue.submit(batch)
-        queue.wait(range(first, first + len(transfers)))
-        seconds = time.perf_counter() - begin_s
-        for completion in queue.poll():
-            if completion.status:
-                failed = transfers[completion.id - first]
-                op = "read" if failed.reads else "write"
-                raise IoError(op, self._backing.path(0), failed.offset, failed.nbytes, -completion.status)
-        return seconds
-
-    def _fill(self, progress: Callable[[int], None] | None) -> None:
+    def _fill(self, progress: Callable[[int], None]) -> None:
         assert self._memory is not None
         memory = self._memory.memory(0)
         random = np.random.Generator(np.random.SFC64())
         step = _FILL_BLOCK_NBYTES * _FILL_BLOCKS
         for begin in range(0, len(memory), step):  # every page of it is there, and nothing in it can be compressed
             memory[begin : begin + step] = _random_bytes(random, min(step, len(memory) - begin))
-        queue = TaskQueue(self._files, queue_depth=_FILL_BLOCKS, block_nbytes=_FILL_BLOCK_NBYTES)
-        try:
-            end = align_up(self.file_nbytes, self.alignment)
-            for begin in range(0, end, step):
-                nbytes = min(step, end - begin)
-                memory[:nbytes] = _random_bytes(random, nbytes)
-                self._transfer(queue, [Transfer(False, begin, nbytes, 0)])
-                if progress is not None:
-                    progress(min(begin + nbytes, self.file_nbytes))
-        finally:
-            queue.close()
+        filled = 0
+        with self.open_queue(queue_depth=_FILL_BLOCKS, block_nbytes=_FILL_BLOCK_NBYTES) as queue:
+            for fd, backing in zip(self.fds, self._backings, strict=True):
+                for begin in range(0, backing.slot_nbytes, step):
+                    nbytes = min(step, backing.slot_nbytes - begin)
+                    memory[:nbytes] = _random_bytes(random, nbytes)
+                    batch = Batch()
+                    batch.write(fd, begin, nbytes, self.address)
+                    queue.wait([queue.submit(batch)])
+                    for completion in queue.poll():
+                        if completion.status:
+                            raise IoError("write", backing.path(0), begin, nbytes, -completion.status)
+                    filled += nbytes
+                    progress(filled)
+
+
+def run_of(queue: TaskQueue, seconds: float, cpu_s: float) -> Run:
+    """What a queue has done since it was opened."""
+    stats = queue.stats()
+    latency = {(op, stage): queue.latency(op, stage) for op in OPS for stage in STAGES}
+    info = queue.info()
+    return Run(
+        seconds=seconds,
+        read_nbytes=stats.read_nbytes,
+        write_nbytes=stats.write_nbytes,
+        requests=sum(latency[op, "total"].count for op in OPS),
+        cpu_s=cpu_s,
+        shorts=stats.shorts,
+        retries=stats.retries,
+        backend=queue.backend,
+        notes=tuple(note for path in info for note in path.notes),
+        latency=latency,
+        depths=queue.depths(),
+    )
 
 
 def _random_bytes(random: np.random.Generator, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from infinity.budgets import Budgets
 from infinity.layout import GRAD, PARAM, RESIDUAL
 from infinity.sizes import format_bytes
+from infinity.tiers.nvme import PathShare
 
 Tier = Literal["device", "host", "nvme"]
 
@@ -33,13 +35,23 @@ class Placement:
     n_trainable: int
     page_nbytes: int
     backend: str
-    direct_io: bool | None
-    """Does I/O pass the page cache by? None without NVMe."""
+    paths: tuple[PathShare, ...]
+    """Over which pages on NVMe are striped; none without NVMe."""
     host_budget_bytes: int
     """Frames: pages that rest in host memory, and pages on their way."""
     host_minimum_bytes: int
     device_budget_bytes: int
     device_minimum_bytes: int
+
+    @property
+    def direct_io(self) -> bool | None:
+        """Does I/O pass the page cache by, on every path? None without NVMe."""
+        return all(path.direct for path in self.paths) if self.paths else None
+
+    @property
+    def nvme_reserved_bytes(self) -> int:
+        """Bytes of the files: whole pages, reserved at the start."""
+        return sum(path.n_slots for path in self.paths) * self.page_nbytes
 
     def nbytes(self, tier: Tier) -> int:
         """The sum of the rows of one tier."""
@@ -54,8 +66,8 @@ class Placement:
         )
 
 
-def describe(budgets: Budgets, backend: str, *, direct: bool | None) -> Placement:
-    """The table of an engine with these budgets."""
+def describe(budgets: Budgets, backend: str, paths: Sequence[PathShare]) -> Placement:
+    """The table of an engine with these budgets and paths."""
     sums: dict[tuple[str, Tier], int] = {}
     for flat in budgets.layout.flats:
         for name, grid in flat.grids.items():
@@ -70,7 +82,7 @@ def describe(budgets: Budgets, backend: str, *, direct: bool | None) -> Placemen
         n_trainable=sum(param.numel for spec in budgets.unit_specs for param in spec.params if param.trainable),
         page_nbytes=budgets.page_nbytes,
         backend=backend,
-        direct_io=direct,
+        paths=tuple(paths),
         host_budget_bytes=budgets.n_frames * budgets.page_nbytes,
         host_minimum_bytes=budgets.minimum_host_bytes,
         device_budget_bytes=budgets.device_bytes,

@@ -37,7 +37,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from typing import TypeAlias
 
-from infinity.errors import BudgetError, CorruptPageError, InfinityError, InvariantError, IoError, KernelError
+from infinity.errors import BudgetError, CorruptPageError, InfinityError, InvariantError, KernelError
 from infinity.kernel_args import Kernel, pack_checksum, pack_copy, pack_verify
 from infinity.layout import PageId, Space
 from infinity.residency import PageEvent, PageState, step
@@ -920,10 +920,11 @@ class PageStore:
         if not of_backing or self._backing is None:
             what = f" on {self.name(self._pages[key])}" if key != _NO_KEY else ""
             return KernelError(f"task {completion.id} ({op.name}){what} failed: {os.strerror(code)}")
-        page, path, (_, offset) = self._pages[key], self._backing.path(self._slots[key]), self._place(key)
+        name, slot = self.name(self._pages[key]), self._slots[key]
         if op is _Op.VERIFY_PAGE:
-            return CorruptPageError(self.name(page), path, offset, self._used[key], self._crc[key] or 0, completion.value)
-        return IoError("read" if op is _Op.READ_PAGE else "write", path, offset, self._moved[key], code, self.name(page))
+            path, (_, offset) = self._backing.path(slot), self._place(key)
+            return CorruptPageError(name, path, offset, self._used[key], self._crc[key] or 0, completion.value)
+        return self._backing.error("read" if op is _Op.READ_PAGE else "write", slot, self._moved[key], code, name)
 
     def _check_batch(self, batch: Batch) -> None:
         if self._batch is not None and self._batch is not batch:

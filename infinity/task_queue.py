@@ -17,7 +17,7 @@ import struct
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -269,6 +269,12 @@ class Batch:
         self._args.clear()
         self._last = 0
 
+    def rows(self) -> Iterator[tuple[str, int, int, int, int, int, int, list[int]]]:
+        """(op, fd, offset, nbytes, address, kernel, priority, after) of each task, in order."""
+        after = self._after.tolist()
+        for op, fd, offset, nbytes, address, kernel, _, _, begin, count, priority, _ in _TASK.iter_unpack(self._tasks):
+            yield _OP_NAMES[op], fd, offset, nbytes, address, kernel, priority, after[begin : begin + count]
+
     def read(self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = (), priority: Priority = Priority.DEMAND) -> int:
         """File to memory. At the end of the file the status is ``-ENODATA``."""
         return self._add(_READ, fd, offset, nbytes, address, after, priority)
@@ -350,6 +356,8 @@ class TaskQueue:
         self._files = files
         self._stall_s = stall_s
         self.n_paths = n_paths
+        self.recorder: Callable[[int, Batch], None] | None = None
+        """Told of each batch that was taken: the id of its first task, and the batch while it still has its tasks."""
         self.backend: str = _BACKEND_NAMES[lib.inf_queue_backend(self._handle)]
         """The backend that runs: ``uring``, ``libaio`` or ``threads``."""
 
@@ -371,8 +379,11 @@ class TaskQueue:
             if code == -errno.ESHUTDOWN:
                 raise EngineClosedError("the task queue is being closed")
             check(code, f"submit of {len(batch)} tasks")
+        first = int(first_id[0])
+        if self.recorder is not None:
+            self.recorder(first, batch)
         batch.clear()
-        return int(first_id[0])
+        return first
 
     def poll(self) -> list[Completion]:
         """Everything complete and not yet taken, in the order of completion."""

@@ -13,11 +13,12 @@ from typing import Annotated
 import typer
 
 import infinity
-from infinity.cli import doctor, train, tune
+from infinity.cli import bench, doctor, train, tune
 
 app = typer.Typer(name="infinity", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 app.command("train")(train.command)
 app.command("doctor")(doctor.command)
+app.add_typer(bench.app, name="bench")
 app.add_typer(tune.app, name="tune")
 
 

@@ -39,6 +39,14 @@ def command(
         typer.Option(help="Text to train on, a file or a directory.  [default: the sources of Python's library]", show_default=False),
     ] = None,
     metrics: Annotated[Path | None, typer.Option(help="Write one JSON line per step to this file.", show_default=False)] = None,
+    io_trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Record every read, write and kernel of the steps, for `infinity bench io --trace FILE`.",
+            show_default=False,
+        ),
+    ] = None,
     sample_bytes: Annotated[int, typer.Option(min=0, help="Length of the text written by the trained model; 0: none.")] = 120,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout at the end, and all else to stderr.")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
@@ -64,6 +72,7 @@ def command(
                 seed=seed,
                 data=data,
                 metrics=metrics,
+                io_trace=io_trace,
                 sample_bytes=sample_bytes,
                 json=json,
             )

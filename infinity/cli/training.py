@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -31,6 +31,7 @@ from infinity.data import Batch, BatchStream, Text, open_corpus, sequential_batc
 from infinity.engine import Engine
 from infinity.errors import ConfigError, ConfigProblem, EngineFailedError, InfinityError
 from infinity.figures import StepMetrics
+from infinity.io_trace import IoTrace
 from infinity.metrics import JsonLines
 from infinity.models.gpt import GPT, GPTConfig, generate
 from infinity.placement import Placement
@@ -46,6 +47,7 @@ LOG_LINES = 20
 """Lines of progress where there is no terminal."""
 RATE_STEPS = 10
 """Steps over which the rates of the progress bar are taken."""
+_T = TypeVar("_T")
 TIERS = ("device", "host", "nvme")
 METRICS = ("step", "loss", "lr", "grad_norm", "step_s", "stall_s", "read_bytes", "write_bytes", "host_bytes", "device_bytes")
 
@@ -66,6 +68,7 @@ class Options:
     seed: int
     data: Path | None
     metrics: Path | None
+    io_trace: Path | None
     sample_bytes: int
     json: bool
 
@@ -87,9 +90,11 @@ def run(options: Options) -> int:
     held_out = list(sequential_batches(held_out_text, batch=eval_batch, context=shape.context, limit=eval_limit))
     for notice in config.notices:
         out.print(f"[yellow]note:[/] {escape(notice)}")
-    _make_directory(config.nvme_path, out)
+    for path in config.nvme_paths:
+        _make_directory(path, out)
     with contextlib.ExitStack() as stack:
-        lines = stack.enter_context(_open_metrics(options.metrics)) if options.metrics else None
+        lines = stack.enter_context(_open("--metrics", JsonLines, options.metrics)) if options.metrics else None
+        trace = stack.enter_context(_open("--io-trace", IoTrace, options.io_trace)) if options.io_trace else None
         torch.manual_seed(options.seed)
         with torch.device("meta") if options.meta else contextlib.nullcontext():
             model = GPT(shape)
@@ -98,7 +103,7 @@ def run(options: Options) -> int:
         job = _Job(engine, stream, options.steps, _Log(lines))
         with _interrupts(out) as interrupts:
             try:
-                with _progress(out, options.steps) as shown:
+                with _progress(out, options.steps) as shown, engine.record_io(trace) if trace else contextlib.nullcontext():
                     job.train(interrupts, shown)
                 out.print("evaluating on text that was held out, then writing a sample ...")
                 job.evaluate(held_out)
@@ -127,14 +132,12 @@ def _read_config(options: Options) -> Config:
     return load_config(tree).model_copy(update={"notices": config.notices})
 
 
-def _make_directory(nvme_path: str | None, out: Console) -> None:
-    """Makes a missing ``nvme_path`` where that cannot surprise: one written relative and below the current directory.
+def _make_directory(nvme_path: str, out: Console) -> None:
+    """Makes a missing path of ``nvme_path`` where that cannot surprise: one written relative and below the current directory.
 
     Any other is left to the engine, which refuses a missing one: a path misspelled, or on a drive that is not mounted, must not
     become a directory that fills the system's disk.
     """
-    if nvme_path is None:
-        return
     path = Path(nvme_path)
     here = Path.cwd().resolve()
     if path.is_absolute() or path.is_symlink() or path.exists() or not path.resolve().is_relative_to(here):
@@ -148,13 +151,11 @@ def _make_directory(nvme_path: str | None, out: Console) -> None:
     out.print(f"[yellow]note:[/] made the directory {escape(str(path.resolve()))}, which nvme_path names")
 
 
-def _open_metrics(path: Path) -> JsonLines:
+def _open(option: str, kind: Callable[[Path], _T], path: Path) -> _T:
     try:
-        return JsonLines(path)
+        return kind(path)
     except OSError as error:
-        raise InfinityError(
-            f"--metrics {path} cannot be written: {error.strerror}. Name a file in a directory you can write to."
-        ) from error
+        raise InfinityError(f"{option} {path} cannot be written: {error.strerror}. Name a file in a directory you can write to.") from error
 
 
 def _show_job(out: Console, placement: Placement, config: Config, shape: GPTConfig, text: Text, steps: int) -> None:
@@ -178,10 +179,30 @@ def _show_job(out: Console, placement: Placement, config: Config, shape: GPTConf
     table.add_section()
     table.add_row("total", *map(_bytes, totals.values()), style="bold")
     table.add_row("budget", format_bytes(placement.device_budget_bytes), format_bytes(placement.host_budget_bytes), "-", style="bold")
-    table.add_row("needed at least", format_bytes(placement.device_minimum_bytes), format_bytes(placement.host_minimum_bytes), "-")
+    minimum = (placement.device_minimum_bytes, placement.host_minimum_bytes, placement.nvme_reserved_bytes)
+    table.add_row("needed at least", format_bytes(minimum[0]), format_bytes(minimum[1]), _bytes(minimum[2]))
     out.print(table)
+    if len(placement.paths) > 1:
+        _show_paths(out, placement)
     how = {True: " past the page cache", False: " through the page cache", None: ""}[placement.direct_io]
     out.print(f"pages of {format_bytes(placement.page_nbytes)}, moved by {placement.backend}{how}")
+
+
+def _show_paths(out: Console, placement: Placement) -> None:
+    table = Table(title="Pages are striped over", title_justify="left", title_style="bold")
+    table.add_column("", overflow="fold")
+    table.add_column("", no_wrap=True)
+    for name in ("measured", "share", "reserved"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for path in placement.paths:
+        table.add_row(
+            escape(path.path),
+            path.file_system + ("" if path.direct else ", page cache"),
+            format_rate(path.bytes_per_s) if path.bytes_per_s is not None else "-",
+            f"{path.share:.0%}",
+            format_bytes(path.n_slots * placement.page_nbytes),
+        )
+    out.print(table)
 
 
 def _bytes(nbytes: int) -> str:

@@ -32,7 +32,7 @@ from infinity.io_bench import Bench, Case, Direction
 from infinity.io_tune import CONFIDENCE, Margin, Search, Setting, Trial, Verdict, grid, judge
 from infinity.sizes import format_bytes, format_rate, parse_bytes
 from infinity.task_queue import Backend
-from infinity.tiers.nvme import check_path
+from infinity.tiers.nvme_path import check_path
 
 PAGE_NBYTES_MAX = 8 << 20
 """The largest page that ``page: auto`` takes."""

@@ -83,7 +83,7 @@ def path_rows(path: Path, root: Path) -> list[Row]:
 
 
 def writable_row(path: Path) -> Row:
-    from infinity.tiers.nvme import check_path
+    from infinity.tiers.nvme_path import check_path
 
     wrong = check_path(path)
     if wrong is None:
@@ -263,7 +263,7 @@ def quota_of(raw: bytes) -> Row:
 
 
 def leftovers_row(directory: str) -> Row:
-    from infinity.tiers.nvme import find_leftovers
+    from infinity.tiers.nvme_path import find_leftovers
 
     found = find_leftovers(directory)
     if not found:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from infinity.errors import IoError
+
 
 class Backing(ABC):
     """Slots at rest."""
@@ -24,6 +26,14 @@ class Backing(ABC):
     @abstractmethod
     def path(self, slot: int) -> str:
         """The file that holds a slot, for errors and reports."""
+
+    @abstractmethod
+    def files(self) -> list[tuple[int, int]]:
+        """(descriptor, path) of every file; paths are counted from 0."""
+
+    @abstractmethod
+    def error(self, op: str, slot: int, nbytes: int, code: int, what: str) -> IoError:
+        """The error of a transfer of ``nbytes`` of a slot, ``what``, that ended with errno ``code``."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,336 +1,222 @@
-"""Pages at rest in files of one directory, for the life of this process only.
+"""Pages at rest on NVMe: slots striped over one or several paths.
 
-Each backing makes a directory of its own in the one it is given, ``infinity-<pid>-<random>``, so that runs at once do not touch each
-other. Its files lose their names as soon as they are open: however the process ends, the kernel takes their blocks back. What can be
-left is that directory, empty; the next start removes it. Who is alive is told by a POSIX record lock on the directory itself: it ends
-with its process and, unlike an flock, is not inherited by a forked loader worker.
-
-All slots are reserved at the start, so that a full disk is found before the first step and not at step 400. Files are opened with
-O_DIRECT where the file system does it, else without, which is said once.
+Every path gets as many slots as its speed is worth, measured at the start, and at most as many as it has room for; what a small one
+cannot take goes to the others. All slots are reserved at the start. One path is the plain case: it gets all of them, and nothing is
+measured. Which path a slot is on changes no content.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import logging
-import mmap
 import os
-import re
-import resource
-import secrets
-import struct
-import weakref
-from pathlib import Path
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from infinity.errors import IoError, SpaceError
-from infinity.sizes import align_up
-from infinity.task_queue import Files
+import numpy as np
+
+from infinity.errors import ConfigError, ConfigProblem, IoError, SpaceError
+from infinity.sizes import format_rate
+from infinity.task_queue import Batch, Files, TaskQueue
 from infinity.tiers.backing import Backing
+from infinity.tiers.frames import FramePool
+from infinity.tiers.nvme_path import FILE_NBYTES_MAX, NvmePath, file_system, file_system_id, free_bytes
+from infinity.tiers.stripes import deal, share_slots
 
 logger = logging.getLogger(__name__)
 
-FILE_NBYTES_MAX = 1 << 40
-"""Bytes of one file at most, well below what file systems allow (ext4: 16 TiB)."""
-ALIGNMENT_UNKNOWN = 4096
-"""Alignment of O_DIRECT where the kernel does not say (before 6.1)."""
-_WRITE_TEST_NBYTES = 4096
-_DIRECTORY_NAME = re.compile(r"infinity-\d+-[0-9a-f]{16}")
-_FILE_NAME = re.compile(r"pages-\d+")
-_FLOCK = "hhqqi4x"  # struct flock of Linux, 64 bits: type, whence, start, len, pid
-
-_alive: set[str] = set()
-"""Directories of this process: it must not open them to ask for their lock, because closing any descriptor drops it."""
+_PROBE_NBYTES = 32 << 20
+"""Most bytes of one wave of a measurement. Waves double up to it, so that a path writes and reads less than twice as much each."""
+_PROBE_LEAST_NBYTES = 1 << 20
+_PROBE_S = 0.05
+"""A wave that takes so long is the last one."""
+_PROBE_MEMORY_NBYTES = 4 << 20
+_MARGIN = 64
+"""Of several paths none is filled to the brim by choice: this part of what is free is left, for the file system's own needs."""
 
 
-def check_path(path: str | os.PathLike[str]) -> str | None:
-    """What is wrong with a directory for pages, and how to fix it, or None: it exists, and a file can be made and written in it."""
-    directory = Path(path)
-    if not directory.exists():
-        return f"{directory} does not exist. Create it (mkdir -p {directory}), or name another directory."
-    if not directory.is_dir():
-        return f"{directory} is not a directory. Name a directory on the drive that is to hold the pages."
-    name = directory / f"infinity-write-test-{os.getpid()}-{secrets.token_hex(8)}"
-    try:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.unlink(name)
-            if os.write(fd, bytes(_WRITE_TEST_NBYTES)) < _WRITE_TEST_NBYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finally:
-            os.close(fd)
-    except OSError as error:
-        fix = {
-            errno.EACCES: "Give this user the right to write there (chown, chmod)",
-            errno.EPERM: "Give this user the right to write there (chown, chmod)",
-            errno.EROFS: "Mount it writable",
-            errno.ENOSPC: "Free some space",
-            errno.EDQUOT: "Raise the disk quota",
-        }.get(error.errno or 0, "Check the file system")
-        return f"{directory} cannot be written: {os.strerror(error.errno or 0)}. {fix}, or name another directory."
-    return None
+@dataclass(frozen=True, slots=True)
+class PathShare:
+    """One path as it is used. ``bytes_per_s`` is None where it was not measured; ``direct`` tells whether the page cache is passed by."""
+
+    path: str
+    file_system: str
+    n_slots: int
+    share: float
+    bytes_per_s: float | None
+    direct: bool
+    free_bytes: int | None
+    """After the slots were reserved."""
 
 
 class NvmeBacking(Backing):
-    """Slots in unlinked, preallocated files.
+    """Slots over paths.
 
-    Memory: owns its descriptors and its directory; borrows ``files``.
-    Errors: SpaceError when the slots do not fit the disk or the file-size limit; IoError when the directory cannot be used.
+    ``weights`` say how many slots each path gets relative to the others; without them several paths are measured through ``queue``, in
+    which nothing else may be in flight, with ``frames`` that nobody has been lent.
+
+    Memory: owns its paths; borrows ``files``, and during the start ``queue`` and ``frames``. An interrupted measurement closes the queue.
+    Errors: SpaceError when the slots do not fit all paths together, or a limit; IoError when a path cannot be used; ConfigError when
+    ``direct_required`` and a path does not take O_DIRECT.
     """
 
     def __init__(
         self,
         files: Files,
-        directory: str | os.PathLike[str],
+        directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         page_nbytes: int,
         n_slots: int,
+        weights: Sequence[float] | None = None,
+        queue: TaskQueue | None = None,
+        frames: FramePool | None = None,
+        direct_required: bool = False,
         file_nbytes_max: int = FILE_NBYTES_MAX,
     ) -> None:
+        names = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
         self.slot_nbytes = page_nbytes
         self.n_slots = n_slots
-        self._slots_per_file = max(1, file_nbytes_max // page_nbytes)
-        parent = os.path.realpath(directory)
-        _check_space(parent, n_slots * page_nbytes, min(n_slots, self._slots_per_file) * page_nbytes)
-        remove_leftovers(parent)
-        while not self._open(files, parent):
-            pass
-
-    def _open(self, files: Files, parent: str) -> bool:
-        """Make the directory and the files; False where another start took the directory for a leftover before there was a file in it."""
-        fds: list[int] = []
-        self.directory, lock_fd = _make_directory(parent)
-        self._finalizer = weakref.finalize(self, _forget, os.getpid(), self.directory, fds, lock_fd)
-        self._pid = os.getpid()
-        self._files = files
-        self._fds = fds
-        self._lock_fd = lock_fd
+        self.paths: list[NvmePath] = []
+        rates: Sequence[float | None] = [None] * len(names)
+        capacities = _capacities([os.path.realpath(name) for name in names], page_nbytes, n_slots)
         try:
-            self.direct, self.alignment = self._open_files(files)
-        except BaseException as error:
+            for name in names:
+                self.paths.append(NvmePath(files, name, slot_nbytes=page_nbytes, n_slots_max=n_slots, file_nbytes_max=file_nbytes_max))
+            self.alignment = max(path.alignment for path in self.paths)
+            self._check_direct(direct_required)
+            if weights is None and len(names) > 1 and n_slots:
+                if queue is None or frames is None:
+                    raise ValueError("several paths need weights, or a queue and frames to measure them with")
+                weights = [_measure(queue, frames, index, path, n_slots) for index, path in enumerate(self.paths)]
+                rates = weights
+            counts = share_slots(n_slots, weights or [1.0] * len(names), capacities)
+            for path, count in zip(self.paths, counts, strict=True):
+                path.reserve(count)
+        except BaseException:
             self.close()
-            if isinstance(error, IoError) and error.errno == errno.ENOENT and os.path.isdir(parent):
-                return False
             raise
-        return True
+        self._path_of, self._index_of = deal(counts)
+        self.shares = tuple(
+            PathShare(
+                path=path.parent,
+                file_system=file_system(path.parent),
+                n_slots=path.n_slots,
+                share=path.n_slots / max(1, n_slots),
+                bytes_per_s=rate,
+                direct=path.direct,
+                free_bytes=free_bytes(path.parent),
+            )
+            for path, rate in zip(self.paths, rates, strict=True)
+        )
+        """What each path holds, in the order in which they were given."""
+        if len(names) > 1:
+            logger.info("pages are striped over %s", ", ".join(map(_in_words, self.shares)))
+
+    @property
+    def direct(self) -> bool:
+        """Does I/O pass the page cache by, on every path?"""
+        return all(path.direct for path in self.paths)
 
     def place(self, slot: int) -> tuple[int, int]:
         """(descriptor, offset in bytes) of a slot."""
-        file, index = divmod(slot, self._slots_per_file)
-        return self._fds[file], index * self.slot_nbytes
+        return self.paths[self._path_of[slot]].place(self._index_of[slot])
 
     def path(self, slot: int) -> str:
         """The name that the file of a slot had; it has none any more."""
-        return self._file_path(slot // self._slots_per_file)
+        return self.paths[self._path_of[slot]].path(self._index_of[slot])
+
+    def files(self) -> list[tuple[int, int]]:
+        """(descriptor, path) of every file."""
+        return [(fd, index) for index, path in enumerate(self.paths) for fd in path.fds]
+
+    def error(self, op: str, slot: int, nbytes: int, code: int, what: str) -> IoError:
+        return self.paths[self._path_of[slot]].error(op, self._index_of[slot], nbytes, code, what)
 
     def close(self) -> None:
         """Give the descriptors, and with them the blocks, back; a second call does nothing, nor does one in a forked child."""
-        if self._finalizer.detach() is None or os.getpid() != self._pid:
+        for path in self.paths:
+            path.close()
+
+    def _check_direct(self, required: bool) -> None:
+        buffered = [f"{path.parent} ({file_system(path.parent)})" for path in self.paths if not path.direct]
+        if not buffered:
             return
-        for fd in self._fds:
-            try:
-                self._files.close(fd)
-            except OSError as error:
-                logger.debug("%s: %s", self.directory, error)
-        self._fds.clear()
-        _remove_directory(self.directory, self._lock_fd)
-
-    def _file_path(self, index: int) -> str:
-        return os.path.join(self.directory, f"pages-{index}")
-
-    def _open_files(self, files: Files) -> tuple[bool, int]:
-        direct, alignment = True, 1
-        for index, begin in enumerate(range(0, self.n_slots, self._slots_per_file)):
-            path = self._file_path(index)
-            if index == 0:
-                alignment = self._open_direct(files, path)
-                direct = alignment > 0
-            if index > 0 or not direct:
-                self._fds.append(_open_unlinked(files, path, os.O_DIRECT if direct else 0))
-            _reserve(files, self._fds[-1], path, min(self.n_slots - begin, self._slots_per_file) * self.slot_nbytes)
-        return direct, max(alignment, 1)
-
-    def _open_direct(self, files: Files, path: str) -> int:
-        """Open the first file with O_DIRECT; the alignment that it needs, or 0 where it does not work: then nothing is open."""
-        try:
-            fd = _open_unlinked(files, path, os.O_DIRECT)
-        except IoError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            _unlink(files, path)  # some file systems make the file before they refuse
-        else:
-            self._fds.append(fd)
-            alignment = _direct_alignment(files, fd, path)
-            if alignment <= self.slot_nbytes and _direct_works(fd, path, alignment):
-                return alignment
-            files.close(self._fds.pop())
-        logger.info("%s does not take O_DIRECT: pages are read and written through the page cache", self.directory)
-        return 0
+        where = ", ".join(buffered)
+        if required:
+            message = f'"required", but O_DIRECT does not work on {where}. Name another directory in nvme_path, or write "auto".'
+            raise ConfigError([ConfigProblem("aio.direct_io", message)])
+        logger.warning("O_DIRECT does not work on %s: pages are read and written through the page cache there", where)
 
 
-def find_leftovers(parent: str) -> list[str]:
-    """The directories that dead processes left in ``parent``; those of the living, and anything else, are not among them."""
-    try:
-        names = sorted(os.listdir(parent))
-    except OSError:
-        return []
-    paths = [os.path.join(parent, name) for name in names if _DIRECTORY_NAME.fullmatch(name)]
-    return [path for path in paths if path not in _alive and not _is_locked(path)]
+def _in_words(share: PathShare) -> str:
+    rate = f", {format_rate(share.bytes_per_s)}" if share.bytes_per_s is not None else ""
+    return f"{share.path} ({share.share:.0%}{rate})"
 
 
-def remove_leftovers(parent: str) -> None:
-    """Remove the directories that ``find_leftovers`` finds."""
-    for path in find_leftovers(parent):
-        try:
-            for file_name in os.listdir(path):  # only a kill between open and unlink leaves one
-                if _FILE_NAME.fullmatch(file_name):
-                    os.unlink(os.path.join(path, file_name))
-            os.rmdir(path)
-        except OSError:
-            logger.debug("%s was left as it is", path)
-
-
-def _is_locked(path: str) -> bool:
-    """Whether a living process holds the directory; True where that cannot be known."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return True
-    try:
-        answer = fcntl.fcntl(fd, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
-
-
-def _make_directory(parent: str) -> tuple[str, int]:
-    """A new directory, locked by this process, and the descriptor that holds the lock."""
-    while True:
-        path = os.path.join(parent, f"infinity-{os.getpid()}-{secrets.token_hex(8)}")
-        _alive.add(path)
-        try:
-            os.mkdir(path, 0o700)
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            _alive.discard(path)
-            if error.errno == errno.ENOENT and os.path.isdir(parent):
-                continue  # another start took it for a leftover, in the instant before it was locked
-            raise IoError("mkdir", path, 0, 0, error.errno or errno.EIO) from error
-        try:
-            fcntl.fcntl(fd, fcntl.F_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
-        except OSError:
-            logger.debug("%s cannot be locked", path)  # then a later start may remove it while it is empty, which harms nothing
-        if os.path.isdir(path):
-            return path, fd
-        os.close(fd)
-        _alive.discard(path)
-
-
-def _open_unlinked(files: Files, path: str, extra_flags: int) -> int:
-    """A new file that has no name any more."""
-    try:
-        fd = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | extra_flags, 0o600)
-    except OSError as error:
-        raise IoError("open", path, 0, 0, error.errno or errno.EIO) from error
-    try:
-        _unlink(files, path)
-    except BaseException:
-        files.close(fd)
-        with contextlib.suppress(OSError):  # once more: nothing is left where that is possible
-            os.unlink(path)
-        raise
-    return fd
-
-
-def _unlink(files: Files, path: str) -> None:
-    try:
-        files.unlink(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise IoError("unlink", path, 0, 0, error.errno or errno.EIO) from error
-
-
-def _direct_alignment(files: Files, fd: int, path: str) -> int:
-    alignment = max(files.direct_alignment(fd))
-    if not alignment:
-        logger.info("%s: the kernel does not say which alignment O_DIRECT needs; %d bytes are assumed", path, ALIGNMENT_UNKNOWN)
-        return ALIGNMENT_UNKNOWN
-    return alignment
-
-
-def _direct_works(fd: int, path: str, alignment: int) -> bool:
-    """Whether an aligned O_DIRECT write and read go through; some file systems refuse them only here."""
-    nbytes = align_up(_WRITE_TEST_NBYTES, alignment)
-    with mmap.mmap(-1, nbytes) as memory:
-        try:
-            return os.pwrite(fd, memory, 0) == nbytes and os.preadv(fd, [memory], 0) == nbytes
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise _space_error(path, nbytes, fd, os.strerror(error.errno)) from error
-            raise IoError("write", path, 0, nbytes, error.errno or errno.EIO) from error
-
-
-def _reserve(files: Files, fd: int, path: str, nbytes: int) -> None:
-    try:
-        files.fallocate(fd, 0, nbytes)
-    except OSError as error:
-        code = error.errno or errno.EIO
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise _space_error(path, nbytes, fd, os.strerror(code)) from error
-        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise IoError("fallocate", path, 0, nbytes, code) from error
-        logger.info("%s: the file system cannot reserve space; a disk that fills up will be found by a write", path)
-        os.ftruncate(fd, nbytes)
-
-
-def _space_error(path: str, needed_nbytes: int, fd: int, reason: str) -> SpaceError:
-    free = os.fstatvfs(fd)
-    return SpaceError(path, needed_bytes=needed_nbytes, free_bytes=free.f_bavail * free.f_frsize, reason=reason)
-
-
-def _check_space(directory: str, nbytes: int, file_nbytes: int) -> None:
-    try:
-        disk = os.statvfs(directory)
-    except OSError as error:
-        raise IoError("statvfs", directory, 0, 0, error.errno or errno.EIO) from error
-    free_nbytes = disk.f_bavail * disk.f_frsize
-    if nbytes > free_nbytes:
-        raise SpaceError(directory, needed_bytes=nbytes, free_bytes=free_nbytes)
-    limit_nbytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit_nbytes != resource.RLIM_INFINITY and file_nbytes > limit_nbytes:
+def _capacities(paths: Sequence[str], slot_nbytes: int, n_slots: int) -> list[tuple[list[int], int]]:
+    """For each file system, the paths on it and the slots that fit there; SpaceError when they are too few."""
+    needed_bytes = n_slots * slot_nbytes
+    by_file_system: dict[int, list[int]] = {}
+    for index, path in enumerate(paths):
+        by_file_system.setdefault(file_system_id(path), []).append(index)
+    capacities: list[tuple[list[int], int]] = []
+    free_by_path: dict[str, int] = {}
+    for indices in by_file_system.values():
+        found = free_bytes(paths[indices[0]])
+        free = needed_bytes if found is None else found
+        spared = free // _MARGIN if len(by_file_system) > 1 else 0
+        capacities.append((indices, (free - spared) // slot_nbytes))
+        free_by_path[", ".join(paths[index] for index in indices)] = free - spared
+    if sum(slots for _, slots in capacities) < n_slots:
         raise SpaceError(
-            directory,
-            needed_bytes=file_nbytes,
-            free_bytes=limit_nbytes,
-            reason="the file-size limit of this process (RLIMIT_FSIZE) is too low for one file; raise it with ulimit -f",
+            ", ".join(paths), needed_bytes=needed_bytes, free_bytes=sum(free_by_path.values()), free_bytes_by_path=free_by_path
         )
+    return capacities
 
 
-def _forget(pid: int, directory: str, fds: list[int], lock_fd: int) -> None:
-    """What is done for a backing that nobody closed.
+def _measure(queue: TaskQueue, frames: FramePool, index: int, path: NvmePath, n_slots: int) -> float:
+    """Bytes per second of a path: as many read as written, page by page, in its own files, through the lane that will serve it."""
+    room = free_bytes(path.parent)
+    most = max(1, min(n_slots, _PROBE_NBYTES // path.slot_nbytes, *([room // 2 // path.slot_nbytes] if room is not None else [])))
+    path.reserve(most)
+    for fd in path.fds:
+        queue.add_file(fd, index)
+    n_frames = max(1, _PROBE_MEMORY_NBYTES // path.slot_nbytes)
+    lent = [frame for frame in (frames.lend() for _ in range(n_frames)) if frame is not None]
+    random = np.random.default_rng(index)
+    for frame in lent:
+        frames.memory(frame)[:] = random.integers(0, 256, path.slot_nbytes, np.uint8)
+    addresses = [frames.address(frame) for frame in lent]
+    count, write_s = min(most, max(1, _PROBE_LEAST_NBYTES // path.slot_nbytes)), 0.0
+    while True:
+        write_s = _wave(queue, path, "write", count, addresses)
+        if count == most or write_s >= _PROBE_S:
+            break
+        count = min(2 * count, most)
+    read_s = _wave(queue, path, "read", count, addresses)
+    for fd in path.fds:
+        queue.drop_file(fd)
+    for frame in lent:
+        frames.give_back(frame)
+    return 2 * count * path.slot_nbytes / (write_s + read_s)
 
-    The queue may still have transfers for these descriptors, and another file that got one of their numbers would be written to: so the
-    numbers stay taken, by /dev/null, and only the files go.
-    """
-    if os.getpid() != pid:
-        return  # a forked child owns nothing of its parent's
-    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd in fds:
-        os.dup2(nowhere, fd, inheritable=False)
-    os.close(nowhere)
-    _remove_directory(directory, lock_fd)
 
-
-def _remove_directory(directory: str, lock_fd: int) -> None:
-    _alive.discard(directory)
+def _wave(queue: TaskQueue, path: NvmePath, op: str, count: int, addresses: Sequence[int]) -> float:
+    """Seconds that it takes to move the first ``count`` slots."""
+    batch = Batch()
+    for slot in range(count):
+        fd, offset = path.place(slot)
+        move = batch.write if op == "write" else batch.read
+        move(fd, offset, path.slot_nbytes, addresses[slot % len(addresses)])
+    begin_s = time.perf_counter()
+    first_id = queue.submit(batch)
     try:
-        os.rmdir(directory)
-    except OSError as error:
-        logger.debug("%s was left: %s", directory, error)
-    os.close(lock_fd)
+        queue.wait(range(first_id, first_id + count))
+    except BaseException:
+        queue.close()  # nothing may be in flight when the files are closed
+        raise
+    seconds = time.perf_counter() - begin_s
+    for completion in queue.poll():
+        if completion.status < 0:
+            raise path.error(op, completion.id - first_id, path.slot_nbytes, -completion.status, "measuring the path")
+    return max(seconds, 1e-9)

@@ -77,7 +77,7 @@ for how in ("os._exit", "sys.exit", "close"):
         sys.exit(0)
     assert os.waitpid(child, 0)[1] == 0, how
     work(bench, 3)
-    assert os.path.isdir(bench.backing.directory)
+    assert os.path.isdir(bench.backing.paths[0].directory)
 print("unharmed", flush=True)
 bench.close()
 """

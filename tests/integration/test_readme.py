@@ -24,7 +24,7 @@ def block(language: str) -> str:
 
 def test_its_config_loads_without_a_notice() -> None:
     config = load_config(block("json"))
-    assert config.nvme_path is not None
+    assert config.nvme_paths
     assert config.notices == ()
 
 

@@ -25,8 +25,8 @@ WHOLE: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-9, "weight_decay": 0.1}},
     "zero_optimization": {
         "stage": 3,
-        "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": False},
-        "offload_optimizer": {"device": "nvme", "nvme_path": ["/local_nvme"], "pin_memory": False},
+        "offload_param": {"device": "nvme", "nvme_path": ["/nvme0", "/nvme1"], "pin_memory": False},
+        "offload_optimizer": {"device": "nvme", "nvme_path": ("/nvme0", "/nvme1"), "pin_memory": False},
         "stage3_param_persistence_threshold": 10_000,
         "stage3_model_persistence_threshold": 1_000_000,
         "stage3_max_live_parameters": 10_000_000,
@@ -38,7 +38,16 @@ WHOLE: dict[str, Any] = {
     "optimizer_threads": 2,
     "verify": "off",
     "page": "1MiB",
-    "aio": {"block_size": "1M", "queue_depth": 16, "intra_op_parallelism": 2, "backend": "threads"},
+    "aio": {
+        "block_size": "1M",
+        "queue_depth": 16,
+        "in_flight": "64MiB",
+        "intra_op_parallelism": 2,
+        "backend": "threads",
+        "direct_io": "required",
+        "path_weights": [2.0, 1.0],
+        "stall_s": 60,
+    },
 }
 
 
@@ -156,7 +165,7 @@ def test_a_key_of_another_type_is_named_or_valid(place: tuple[str, ...], value: 
     result = outcome(tree)
     if isinstance(result, ConfigError):
         path, block = ".".join(place), ".".join(place[:-1])
-        related = {"train_batch_size", "optimizer_overlap", "zero_optimization.offload_optimizer.nvme_path"}
+        related = {"train_batch_size", "optimizer_overlap", "zero_optimization.offload_optimizer.nvme_path", "aio.path_weights"}
         assert all(key.startswith((path, block)) for key in keys_of(result) - related)
 
 

@@ -1,14 +1,16 @@
 """The law: where it runs does not change what it computes. The legs it is tested on, and how one is run.
 
-A leg is one value for each axis. Legs whose axes do not apply are not generated: without a plane on NVMe there is no backend to choose and
-no half of a host budget, and without an offloaded plane there is no host budget at all.
+A leg is one value for each axis. Legs whose axes do not apply are not generated: without a plane on NVMe there is no backend to choose, no
+number of paths and no half of a host budget, and without an offloaded plane there is no host budget at all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,12 +25,14 @@ PLACEMENTS = tuple(itertools.product(TIERS, TIERS))
 PAGES = (4 << 10, 16 << 10, 64 << 10)
 HOSTS = ("minimum", "half", "all")
 BACKENDS = ("threads", "uring")
+PATHS = (1, 2, 3)
 THREADS = (1, 2, 4)
 OVERLAPS = ("deferred", "fused")
 DEVICES = ("cpu", "simulated")
 DEVICE_BUDGETS = ("minimum", "all")
 
 STEPS = 10
+SHARED_MEMORY = Path("/dev/shm")
 UNUSED = "-"
 """Stands for an axis that does not apply to a leg."""
 
@@ -42,6 +46,7 @@ class Leg(NamedTuple):
     page: int
     host: str
     backend: str
+    paths: int | str
     threads: int
     overlap: str
     device: str
@@ -84,8 +89,9 @@ def legs(*, uring: bool) -> list[Leg]:
         backends = (BACKENDS if uring else BACKENDS[:1]) if "nvme" in placement else (UNUSED,)
         if placement[0] == "none" and device_memory == "minimum":
             continue  # nothing is gathered: the least is all
-        for host, backend in itertools.product(hosts, backends):
-            found.append(Leg(workload, placement, page, host, backend, threads, overlap, device, device_memory))
+        n_paths = PATHS if "nvme" in placement else (UNUSED,)
+        for host, backend, paths in itertools.product(hosts, backends, n_paths):
+            found.append(Leg(workload, placement, page, host, backend, paths, threads, overlap, device, device_memory))
     return found
 
 
@@ -116,10 +122,20 @@ def reference(workload: str) -> runs.Outcome:
 
 
 def run(leg: Leg, directory: Path) -> runs.Outcome:
-    """The training of a leg, gradients included where the update is deferred."""
+    """The training of a leg, gradients included where the update is deferred. The third path is on another file system, if there is one."""
+    with contextlib.ExitStack() as stack:
+        paths = [directory / f"path{index}" for index in range(leg.paths if isinstance(leg.paths, int) else 1)]
+        if len(paths) > 2 and SHARED_MEMORY.is_dir():
+            paths[2] = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-law-", dir=SHARED_MEMORY)))
+        for path in paths:
+            path.mkdir(exist_ok=True)
+        return _run(leg, paths)
+
+
+def _run(leg: Leg, paths: list[Path]) -> runs.Outcome:
     work = WORKLOADS[leg.workload]
     config = runs.engine_config(
-        directory,
+        paths,
         param=leg.placement[0],
         optimizer=leg.placement[1],
         precision=work.precision,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from infinity.engine import StepMetrics, Totals
 from infinity.placement import Placement, PlacementRow
+from infinity.tiers.nvme import PathShare
 
 MIB = 1 << 20
 
@@ -94,7 +95,7 @@ class PlainEngine:
             n_trainable=0,
             page_nbytes=MIB,
             backend="threads",
-            direct_io=True,
+            paths=(PathShare(path="/drive", file_system="ext4", n_slots=2, share=1.0, bytes_per_s=None, direct=True, free_bytes=MIB),),
             host_budget_bytes=16 * MIB,
             host_minimum_bytes=4 * MIB,
             device_budget_bytes=64 * MIB,

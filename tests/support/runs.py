@@ -294,7 +294,7 @@ def engine_run(model: nn.Module, config: Mapping[str, Any], batches: Iterable[Se
 
 
 def engine_config(
-    directory: Path,
+    directory: Path | Sequence[Path],
     *,
     param: str = "nvme",
     optimizer: str = "nvme",
@@ -310,6 +310,7 @@ def engine_config(
     **hyper: Any,
 ) -> dict[str, Any]:
     """A config under which every unit moves: nothing persists, pages are small, and the device has room for a few units."""
+    nvme_path = str(directory) if isinstance(directory, Path) else [str(path) for path in directory]
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -318,8 +319,8 @@ def engine_config(
         "optimizer": {"type": "AdamW", "params": {**HYPER, **hyper, "betas": list({**HYPER, **hyper}["betas"])}},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {"device": param, "nvme_path": str(directory)},
-            "offload_optimizer": {"device": optimizer, "nvme_path": str(directory)},
+            "offload_param": {"device": param, "nvme_path": nvme_path},
+            "offload_optimizer": {"device": optimizer, "nvme_path": nvme_path},
             "stage3_param_persistence_threshold": 0,
         },
         "memory": {"device": device_memory, "host": host},

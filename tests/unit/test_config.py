@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,16 @@ def test_defaults_are_these() -> None:
             "leaf_module": {"classes": [], "names": []},
         },
         "memory": {"device": "auto", "host": "auto"},
-        "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 4, "backend": "auto"},
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 32,
+            "in_flight": 256 << 20,
+            "intra_op_parallelism": 4,
+            "backend": "auto",
+            "direct_io": "auto",
+            "path_weights": "auto",
+            "stall_s": 600.0,
+        },
         "optimizer_overlap": "auto",
         "optimizer_threads": "auto",
         "verify": "write+read",
@@ -438,7 +448,6 @@ def test_a_key_that_is_ignored_is_still_checked() -> None:
         ("zero_optimization.offload_param.max_in_cpu", 5),
         ("data_types.grad_accum_dtype", "bf16"),
         ("tensorboard.enabled", True),
-        (f"{OFFLOAD}.nvme_path", ["/a", "/b"]),
     ],
 )
 def test_what_comes_later_is_refused_as_not_yet(path: str, value: object) -> None:
@@ -584,13 +593,13 @@ def test_two_different_paths_are_not_yet() -> None:
 def test_the_same_path_written_differently_is_the_same() -> None:
     block = {"device": "nvme", "nvme_path": "x/y"}
     source = {**BATCH, "zero_optimization": {"offload_param": block, "offload_optimizer": {**block, "nvme_path": "./x/y/"}}}
-    assert load_config(source).nvme_path == "x/y"
+    assert load_config(source).nvme_paths == ("x/y",)
 
 
 @pytest.mark.parametrize("value", ["/x y", ["/x y"], Path("/x y")])
-def test_a_path_may_be_text_a_list_of_one_or_a_path(value: object) -> None:
+def test_one_path_may_be_text_a_list_of_one_or_a_path(value: object) -> None:
     source = {**BATCH, "zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": value}}}
-    assert load_config(source).nvme_path == "/x y"
+    assert load_config(source).nvme_paths == ("/x y",)
 
 
 @pytest.mark.parametrize("value", ["", "  ", [], [""], 3, {}, "a\0b"])
@@ -601,11 +610,65 @@ def test_what_is_not_a_path_is_refused(value: object) -> None:
 
 def test_a_path_may_start_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
-    assert load(f"{OFFLOAD}.nvme_path", "~/nvme").zero_optimization.offload_optimizer.nvme_path == "/home/someone/nvme"
+    assert load(f"{OFFLOAD}.nvme_path", "~/nvme").zero_optimization.offload_optimizer.nvme_path == ("/home/someone/nvme",)
 
 
 def test_a_path_that_nothing_uses_is_not_the_path() -> None:
-    assert load(f"{OFFLOAD}.nvme_path", "/x").nvme_path is None
+    assert load(f"{OFFLOAD}.nvme_path", "/x").nvme_paths == ()
+
+
+def on_nvme(paths: object, **changes: Any) -> dict[str, Any]:
+    return {**BATCH, "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": paths}}, **changes}
+
+
+def test_several_paths_keep_their_order() -> None:
+    config = load_config(on_nvme(["/b", Path("/a"), "c"]))
+    assert config.nvme_paths == ("/b", "/a", "c")
+    assert load_config(config.as_dict()) == config
+
+
+def test_the_items_of_a_list_that_are_no_paths_are_named() -> None:
+    assert "Not a path: [1], [2]." in refused(on_nvme(["/a", "", 3]))[f"{OFFLOAD}.nvme_path"]
+
+
+def test_a_path_given_twice_is_refused_by_its_places() -> None:
+    assert "[0] and [2] are the same" in refused(on_nvme(["/a/b", "/c", "/a/./b/"]))[f"{OFFLOAD}.nvme_path"]
+
+
+def test_more_paths_than_there_can_be_are_refused() -> None:
+    assert "At most 16." in refused(on_nvme([f"/{index}" for index in range(17)]))[f"{OFFLOAD}.nvme_path"]
+
+
+def test_each_bad_directory_of_a_list_is_a_problem_of_its_own() -> None:
+    def check(paths: Sequence[str]) -> list[str | None]:
+        return [None if path == "/good" else f"{path} is bad" for path in paths]
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(on_nvme(["/x", "/good", "/y"]), check_paths=check)
+    key = f"{OFFLOAD}.nvme_path"
+    assert {problem.key: problem.message for problem in caught.value.problems} == {f"{key}[0]": "/x is bad", f"{key}[2]": "/y is bad"}
+
+
+def test_directories_that_both_blocks_use_are_looked_at_once() -> None:
+    looked: list[Sequence[str]] = []
+
+    def check(paths: Sequence[str]) -> list[str | None]:
+        looked.append(paths)
+        return [None for _ in paths]
+
+    block = {"device": "nvme", "nvme_path": ["/a", "/b"]}
+    load_config({**BATCH, "zero_optimization": {"offload_param": block, "offload_optimizer": block}}, check_paths=check)
+    assert looked == [("/a", "/b")]
+
+
+def test_weights_are_one_for_each_path() -> None:
+    assert load_config(on_nvme(["/a", "/b"], aio={"path_weights": [3, 1.5]})).aio.path_weights == (3.0, 1.5)
+    assert "3 weights for 2 paths" in refused(on_nvme(["/a", "/b"], aio={"path_weights": [1, 2, 3]}))["aio.path_weights"]
+
+
+@pytest.mark.parametrize("weights", [[], [0, 1], [1, -1], ["1", 2], 3, {}, [math.inf, 1], [math.nan, 1]])
+def test_what_are_no_weights_is_refused(weights: object) -> None:
+    assert "numbers > 0" in refused(on_nvme(["/a", "/b"], aio={"path_weights": weights}))["aio.path_weights"]
 
 
 def test_frames_are_page_locked_where_an_offloaded_block_asks_for_it() -> None:

@@ -40,8 +40,17 @@ def test_what_is_not_a_number_of_bytes_is_a_value_error(written: object) -> None
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (3 << 19, "1.50 MiB"), ((1 << 20) - 1, "1.00 MiB"), (2 << 30, "2.00 GiB"),
-     (5 << 40, "5.00 TiB"), (3 << 50, "3.00 PiB"), (-(1 << 20), "-1.00 MiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (3 << 19, "1.50 MiB"),
+        ((1 << 20) - 1, "1.00 MiB"),
+        (2 << 30, "2.00 GiB"),
+        (5 << 40, "5.00 TiB"),
+        (3 << 50, "3.00 PiB"),
+        (-(1 << 20), "-1.00 MiB"),
+    ],
 )
 def test_bytes_are_printed_in_powers_of_1024(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
@@ -57,8 +66,18 @@ def test_rates_are_printed_in_powers_of_1000(rate: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 us"), (12e-6, "12 us"), (0.0034, "3.4 ms"), (0.99999, "1.00 s"), (1.25, "1.25 s"), (59.999, "1 min 00 s"), (245, "4 min 05 s"),
-     (3599.9, "1 h 00 min"), (7380, "2 h 03 min"), (-1.25, "-1.25 s")],
+    [
+        (0, "0 us"),
+        (12e-6, "12 us"),
+        (0.0034, "3.4 ms"),
+        (0.99999, "1.00 s"),
+        (1.25, "1.25 s"),
+        (59.999, "1 min 00 s"),
+        (245, "4 min 05 s"),
+        (3599.9, "1 h 00 min"),
+        (7380, "2 h 03 min"),
+        (-1.25, "-1.25 s"),
+    ],
 )
 def test_durations_are_printed_with_the_unit_that_fits(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
