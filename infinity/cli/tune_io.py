@@ -38,8 +38,6 @@ PAGE_NBYTES_MAX = 8 << 20
 """The largest page that ``page: auto`` takes."""
 PAGES_MIN = 16
 SIZE_MIN = 1 << 20
-IN_FLIGHT_NBYTES = 256 << 20
-"""What the queue lets be at one drive at most; more blocks than that are never in flight."""
 RUNS_WANTED = 350
 """Runs that fit the budget: less is moved by each where it takes too long."""
 RUN_NBYTES_MIN = 32 << 20
@@ -235,7 +233,8 @@ class Drive:
             self.page_nbytes //= 2
         self.run_nbytes = plan.size_nbytes // (2 * self.page_nbytes) * 2 * self.page_nbytes
         aio = load_config({"train_batch_size": 1}).aio
-        self.default_aio = aio.model_dump(mode="json")
+        self._default_backend = aio.backend
+        self._in_flight_nbytes = aio.in_flight
         wanted = Setting(aio.backend, aio.block_size, aio.queue_depth, aio.intra_op_parallelism)
         begin = time.perf_counter()
         taken = bench.run(self._case(wanted, Direction.MIXED))
@@ -247,11 +246,11 @@ class Drive:
         self.page_nbytes = min(self.page_nbytes, self.run_nbytes // 2)
 
     def settings(self, plan: Plan) -> list[Setting]:
-        """What differs here: no block is larger than a page, and no more is in flight than the queue, or half a run, holds.
+        """What differs here: no block is larger than a page, and no more is in flight than aio.in_flight, or half a run, holds.
 
         Errors: OptionsError where nothing is left.
         """
-        most = min(IN_FLIGHT_NBYTES, self.run_nbytes // 2)
+        most = min(self._in_flight_nbytes, self.run_nbytes // 2)
         every = grid(self.default, backends=plan.backends, blocks=plan.blocks, depths=plan.depths, threads=plan.threads)
         settings = [
             setting
@@ -267,7 +266,7 @@ class Drive:
 
     def aio(self, setting: Setting) -> dict[str, object]:
         """The block of a config. The default keeps its words: 'auto' goes on to mean the best that works."""
-        backend = self.default_aio["backend"] if setting.backend == self.default.backend else setting.backend
+        backend = self._default_backend if setting.backend == self.default.backend else setting.backend
         return {
             "block_size": setting.block_nbytes,
             "queue_depth": setting.queue_depth,
