@@ -9,7 +9,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help train test test-slow law faults sanitize lint bench clean install FORCE
+.PHONY: help train test test-slow law faults sanitize mutants lint bench clean install FORCE
 
 PYTHON ?=
 TORCH_INDEX ?=
@@ -48,6 +48,9 @@ faults: install  ## every file operation of a short run goes wrong in every way,
 
 sanitize: install  ## the native code under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer (some minutes)
 	$(PY) -m tests.support.sanitize $(ARGS)
+
+mutants: install  ## small wrongs put into copies of the sources, one at a time: the tests must notice each (half an hour)
+	$(PY) -m tests.support.mutants $(ARGS)
 
 lint: install  ## ruff, mypy and the floors: imports point down only
 	$(PY) -m ruff check .

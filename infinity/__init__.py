@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from infinity import errors as errors
+    from infinity import io as io
     from infinity.api import (
         clip_grad_norm_,
         gathered,
@@ -40,6 +41,7 @@ __all__ = [
     "errors",
     "gathered",
     "initialize",
+    "io",
     "read_plane",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -48,8 +50,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module("infinity.errors")
+    if name in ("errors", "io"):
+        return import_module(f"infinity.{name}")
     if name in _FROM:
         return getattr(import_module(_FROM[name]), name)
     raise AttributeError(f"module 'infinity' has no attribute {name!r}")

@@ -511,8 +511,13 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except InfinityError as closing:
+            if error is None:
+                raise
+            logger.error("closing failed too: %s", closing)  # what went wrong first says more
 
     def _give_back(self, *, failed: bool = False) -> None:
         unregister(self._params)

@@ -91,6 +91,16 @@ class SpaceError(InfinityError, OSError):
         )
 
 
+_REMEDIES = {
+    _errno.ENODATA: "The file ends before the last byte asked for.",
+    _errno.ECANCELED: "What it waited for had failed, or it was canceled.",
+    _errno.ENOENT: "Check the path.",
+    _errno.EACCES: "Check the permissions of the file and its directory.",
+    _errno.ENOSPC: "Free some space, or name another disk.",
+    _errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or take another file system.",
+}
+
+
 class IoError(InfinityError, OSError):
     """A file operation failed: ``op``, ``path``, ``offset`` (bytes), ``nbytes`` and ``errno`` say which one and how.
 
@@ -123,11 +133,12 @@ class IoError(InfinityError, OSError):
     def __str__(self) -> str:
         name = _errno.errorcode.get(self.errno or 0, "?")
         subject = f"{self.what}, " if self.what else ""
-        fix = "Check the disk (dmesg, smartctl) and its free space."
+        fix = _REMEDIES.get(self.errno or 0, "Check the disk (dmesg, smartctl) and its free space.")
         if self.free_bytes is not None:
             fix = f"{_mib(self.free_bytes)} are free there: free some space, or raise the quota."
         elif self.file_nbytes is not None:
-            fix = f"The file has {self.file_nbytes} bytes, and {self.offset + self.nbytes} are needed: someone else has cut it short."
+            needed = self.offset + self.nbytes
+            fix = f"The file has {self.file_nbytes} bytes, and {needed} are needed: ask for less, or find who cut it short."
         return (
             f"{self.op} failed: {subject}{self.path} at byte {self.offset}, {self.nbytes} bytes: "
             f"[{name}] {os.strerror(self.errno or 0)}. {fix}"
@@ -136,6 +147,21 @@ class IoError(InfinityError, OSError):
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.2f} MiB"
+
+
+class ArrayError(InfinityError, ValueError):
+    """An array or tensor cannot be read into or written from as it is; the text says why, and what to take instead."""
+
+
+class SafetensorsError(InfinityError, ValueError):
+    """A file is not a safetensors file, or tensors cannot become one: ``problem`` says which rule is broken (one word per rule),
+    ``name`` by which tensor, where it is one."""
+
+    def __init__(self, problem: str, path: str, what: str, name: str | None = None) -> None:
+        self.problem = problem
+        self.path = path
+        self.name = name
+        super().__init__(f"{path}: {what}" if name is None else f"{path}: tensor {name!r}: {what}")
 
 
 class CorruptPageError(InfinityError):

@@ -218,16 +218,20 @@ class Executor:
             handles = []
             short = False
             for piece in job.pieces[job.issued :]:
+                assert piece.flat.range is not None
+                to = piece.flat.range.address + piece.offset
                 if self._store.state(piece.page) is PageState.ABSENT:
                     if not self._may_fetch(job):
                         break
-                    if self._store.fetch(piece.page, batch) is None:
+                    fetched = self._store.fetch_copied(piece.page, batch, to)
+                    if fetched is None:
                         short = True
                         break
-                assert piece.flat.range is not None
-                args = pack_copy(piece.flat.range.address + piece.offset, self._store.address(piece.page), piece.nbytes)
-                handle = batch.kernel(Kernel.COPY, args, self._store.after(piece.page))
-                self._store.use(piece.page, handle)
+                    handle = fetched
+                else:
+                    args = pack_copy(to, self._store.address(piece.page), piece.nbytes)
+                    handle = batch.kernel(Kernel.COPY, args, self._store.after(piece.page))
+                    self._store.use(piece.page, handle)
                 handles.append(handle)
 
             def copied() -> None:

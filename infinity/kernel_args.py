@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from struct import Struct
 
 
@@ -34,10 +34,23 @@ class Simd(IntEnum):
     AVX2 = 2
 
 
+class Check(IntFlag):
+    """``INF_CHECK_...``: what a kernel does about the checksum of a page while it works on it."""
+
+    BEFORE = 1
+    """The page must have the expected one before the kernel changes it."""
+    AFTER = 2
+    """Store the one that the page has when the kernel is done."""
+
+
+CHECKS_MAX = 16
+"""``INF_CHECKS_MAX``: pages that one kernel can check."""
+
 _F32, _BF16 = 0, 1
 
 _COPY = Struct("=3Q")
 _CHECKSUM = Struct("=2Q2I")
+_CHECK = Struct("=3Q4I")
 _SLEEP = Struct("=QiI")
 _SPLIT = Struct("=4Q")
 _SEGMENTS = Struct("=2I")
@@ -83,7 +96,7 @@ class SumsqSegment:
 
 
 def pack_copy(to: int, source: int, nbytes: int) -> bytes:
-    """For COPY; the ranges may overlap."""
+    """For COPY; the ranges may overlap where no check follows."""
     return _COPY.pack(to, source, nbytes)
 
 
@@ -95,6 +108,15 @@ def pack_checksum(address: int, nbytes: int) -> bytes:
 def pack_verify(address: int, nbytes: int, expected: int) -> bytes:
     """For VERIFY: as CHECKSUM, and fails with EBADMSG when the crc32c is not ``expected``."""
     return _CHECKSUM.pack(address, nbytes, expected, 0)
+
+
+def pack_check(address: int, nbytes: int, flags: int, expected: int, result: int, tag: int) -> bytes:
+    """For COPY, ADAMW, ACCUMULATE and SUMSQ, behind their own arguments: a page to check while it is worked on, ``flags`` says how.
+
+    BEFORE: unless the crc32c is ``expected``, the kernel fails with EBADMSG, and ``tag << 32 | crc32c`` as its value. AFTER: the crc32c
+    is stored in the four bytes at ``result``.
+    """
+    return _CHECK.pack(address, nbytes, result, expected, flags, tag, 0)
 
 
 def pack_sleep(microseconds: int, status: int = 0, value: int = 0) -> bytes:

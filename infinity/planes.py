@@ -110,11 +110,11 @@ class Planes:
             part = data[(first - begin) * width : (last - begin) * width]
             page = self.page(flat, plane, index)
             batch = Batch()
-            while (chain := self._store.chain(batch, write=(page,))) is None:
+            while (chain := self._store.chain(batch, write=(page,), write_back=True)) is None:
                 self._flight.wait_any()
             chain.keep(part)
-            chain.kernel(Kernel.COPY, pack_copy(chain.address(page), int(part.ctypes.data), part.size))
-            self._flight.submit_work(batch, chain.close(write_back=True))
+            chain.kernel(Kernel.COPY, pack_copy(chain.address(page), int(part.ctypes.data), part.size), covers=(page,))
+            self._flight.submit_work(batch, chain.close())
 
     def _write_back(self, page: PageId) -> None:
         """A page that was written in its frame goes to its slot, so that the frame can be had again."""

@@ -24,6 +24,12 @@ something in that batch only. So one batch is open at a time: the store refuses 
 comes after the writer (``after``); who writes it, the next page's READ above all, comes after all of them. A task that was settled
 is left out: it is complete. Thus a CLEAN page may be evicted while a copy out of its frame still runs. Python itself must wait before
 it writes (``busy``), and ``hold(writing=True)`` checks that.
+
+[Note: who checks] The checksum of a page that was read is compared, and that of a page to be written taken, by the kernel that works on
+the page, where there is one that says so (``Chain.kernel(covers=...)``, ``fetch_copied``): the bytes are in its cache then. Where there
+is none, a task of its own does it. Either way it comes between the read and whatever delivers or changes the bytes for good, and
+between the last change and the write. Checksums that kernels take go to ``_crc_found``, one place for each page, because a page is
+in at most one chain or transfer (S4).
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ from enum import Enum, IntEnum
 from typing import TypeAlias
 
 from infinity.errors import BudgetError, CorruptPageError, InfinityError, InvariantError, KernelError
-from infinity.kernel_args import Kernel, pack_checksum, pack_copy, pack_verify
+from infinity.kernel_args import CHECKS_MAX, Check, Kernel, pack_check, pack_checksum, pack_copy, pack_verify
 from infinity.layout import PageId, Space
 from infinity.residency import PageEvent, PageState, step
 from infinity.sizes import align_up
@@ -50,6 +56,7 @@ _ABSENT, _FETCHING, _CLEAN = PageState.ABSENT, PageState.FETCHING, PageState.CLE
 _DIRTY, _WRITING, _CHAINED = PageState.DIRTY, PageState.WRITING, PageState.CHAINED
 
 _COPY_KERNEL, _CHECKSUM_KERNEL, _VERIFY_KERNEL = int(Kernel.COPY), int(Kernel.CHECKSUM), int(Kernel.VERIFY)
+_BEFORE, _AFTER = int(Check.BEFORE), int(Check.AFTER)
 
 _NO_FRAME = -1
 _NO_SLOT = -1
@@ -109,6 +116,9 @@ class Chain:
         "_read",
         "_scratch_after",
         "_store",
+        "_summed",
+        "_unverified",
+        "_write_back",
         "failed",
         "last",
     )
@@ -120,20 +130,27 @@ class Chain:
         addresses: dict[PageId, int],
         changed: list[int],
         read: list[tuple[int, PageState]],
+        unverified: dict[int, int],
         frames_scratch: list[int],
         pages_after: tuple[int, ...],
         scratch_after: tuple[int, ...],
+        write_back: bool,
     ) -> None:
         self._store = store
         self._batch = batch
         self._addresses = addresses
         self._changed = changed
         self._read = read
+        self._unverified = unverified
+        """Page that is read and not checked yet -> its read."""
+        self._summed: set[int] = set()
+        """Pages to be written whose checksum is taken by the last kernel that changes them."""
         self._frames_scratch = frames_scratch
         self._pages_after = pages_after
         self._scratch_after = scratch_after
         self._after = pages_after + scratch_after
         self._has_kernel = False
+        self._write_back = write_back
         self._outcome: list[tuple[int, PageEvent]] = []
         self._memory: list[object] = []
         self.last = 0
@@ -148,10 +165,24 @@ class Chain:
         """Where scratch frame ``index`` is; its content is undefined at first."""
         return self._store._addresses[self._frames_scratch[index]]
 
-    def kernel(self, kernel_id: int, args: bytes, after: Sequence[int] = ()) -> int:
-        """Add a kernel that comes after the reads, verifies and kernels of this chain so far, and after ``after``; its handle."""
+    def kernel(self, kernel_id: int, args: bytes, after: Sequence[int] = (), covers: Sequence[PageId] | None = None) -> int:
+        """Add a kernel that comes after the reads, verifies and kernels of this chain so far, and after ``after``; its handle.
+
+        ``covers``: it takes checks, and touches no other pages of the chain than these: it checks them itself. None: it touches any.
+        """
+        store = self._store
+        if covers is None or len(covers) > CHECKS_MAX:
+            store._verify_pages(self)
+            self._summed.clear()
+            keys: Sequence[int] = ()
+        else:
+            keys = store._keys(covers)
+            args += store._checks(self, keys)
         handle = self._batch.kernel(kernel_id, args, (*self._after, *after) if after else self._after)
-        self._store._open_tasks[handle] = (_Op.KERNEL_OF_CHAIN, _NO_KEY, None)
+        store._open_tasks[handle] = (_Op.KERNEL_OF_CHAIN, _NO_KEY, None)
+        for key in keys:
+            if self._unverified.pop(key, None) is not None:
+                store._set_writer(store._frame[key], handle)
         self._after = (handle,)
         self._has_kernel = True
         return handle
@@ -159,7 +190,7 @@ class Chain:
     def kernel_on_scratch(self, kernel_id: int, args: bytes, after: Sequence[int] = ()) -> int:
         """Add a kernel that touches no page of the chain, only scratch frames: it does not wait for the pages' reads."""
         if self._has_kernel:
-            return self.kernel(kernel_id, args, after)
+            return self.kernel(kernel_id, args, after, covers=())
         handle = self._batch.kernel(kernel_id, args, (*self._scratch_after, *after))
         self._store._open_tasks[handle] = (_Op.KERNEL_OF_CHAIN, _NO_KEY, None)
         self._scratch_after = (handle,)
@@ -170,12 +201,9 @@ class Chain:
         """Let an object live until the chain ends: the owner of memory that its kernels use."""
         self._memory.append(memory)
 
-    def close(self, write_back: bool) -> int:
-        """End the chain; the handle of its last task, which completes when everything of the chain is complete.
-
-        With ``write_back`` each updated or written page that rests in a backing is written and ends CLEAN; else it ends DIRTY.
-        """
-        return self._store._close_chain(self, write_back)
+    def close(self) -> int:
+        """End the chain; the handle of its last task, which completes when everything of the chain is complete."""
+        return self._store._close_chain(self)
 
 
 _Ends: TypeAlias = "_Single | Chain | None"
@@ -253,7 +281,10 @@ class PageStore:
         self._written = [False] * n_pages
         """Whether the slot holds content of the page: what FETCHING trusts."""
         self._crc: list[int | None] = [None] * n_pages
-        self._crc_next: dict[int, int] = {}
+        """The checksum of what was last written to the slot; None where that is not known, or not wanted."""
+        self._crc_found = (ctypes.c_uint32 * max(n_pages, 1))()
+        """Of each page that is being written; by native kernels too."""
+        self._crc_found_address = ctypes.addressof(self._crc_found)
 
         self._addresses = [frames.address(frame) for frame in range(frames.n_frames)]
         self._writer = [0] * frames.n_frames
@@ -388,16 +419,17 @@ class PageStore:
     def fetch(self, page: PageId, batch: Batch) -> int | None:
         """ABSENT -> FETCHING: add the read of the page (and its verification); the last task's handle, None when no frame can be had."""
         key = self._key(page)
-        step(self._state[key], PageEvent.FETCH)
-        self._check_readable(key)
-        self._check_batch(batch)
-        frame = self._take_frame()
-        if frame is None:
-            return None
-        self._batch = batch
-        self._frame[key] = frame
-        self._move(key, PageEvent.FETCH)
-        return self._add_read(batch, key, frame, _SINGLE)
+        frame = self._begin_fetch(key, batch)
+        return None if frame is None else self._fetch(batch, key, frame, None)
+
+    def fetch_copied(self, page: PageId, batch: Batch, to: int) -> int | None:
+        """As ``fetch``, and the used bytes are copied to ``to``, and checked on the way; the copy's handle, None when no frame can be had.
+
+        Memory: borrows ``to`` until the copy has ended; what is there is worth nothing if it failed.
+        """
+        key = self._key(page)
+        frame = self._begin_fetch(key, batch)
+        return None if frame is None else self._fetch(batch, key, frame, to)
 
     def use(self, page: PageId, handle: int) -> None:
         """Record a task of the open batch that reads the page's frame, and comes after what ``after`` named."""
@@ -522,11 +554,13 @@ class PageStore:
         read: Sequence[PageId] = (),
         write: Sequence[PageId] = (),
         scratch: int = 0,
+        write_back: bool,
     ) -> Chain | None:
         """ABSENT, CLEAN, DIRTY -> CHAINED: a chain over these pages; None, and nothing changed, when frames are short now.
 
         ABSENT pages get a frame; those of ``update`` and ``read`` are read into it, those of ``write`` are overwritten whole.
-        ``scratch`` frames are lent until the chain ends.
+        ``scratch`` frames are lent until the chain ends. With ``write_back`` each updated or written page that rests in a backing is
+        written at the end and will be CLEAN; else it will be DIRTY.
         """
         update_keys, read_keys, write_keys = self._keys(update), self._keys(read), self._keys(write)
         keys = (*update_keys, *read_keys, *write_keys)
@@ -561,10 +595,15 @@ class PageStore:
         shared = {*read_keys}
         fetched = {*absent} - overwritten
         pages_after: list[int] = []
+        unverified: dict[int, int] = {}
         for key in keys:
             frame = self._frame[key]
             if key in fetched:
-                pages_after.append(self._add_read(batch, key, frame, None))
+                handle = self._add_read(batch, key, self._addresses[frame], self._after_all(frame))
+                self._set_writer(frame, handle)
+                pages_after.append(handle)
+                if self._crc[key] is not None:
+                    unverified[key] = handle
             else:
                 pages_after += self._after_writer(frame) if key in shared else self._after_all(frame)
         scratch_after: list[int] = []
@@ -577,9 +616,11 @@ class PageStore:
             addresses,
             [*update_keys, *write_keys],
             read_before,
+            unverified,
             frames_scratch,
             tuple(pages_after),
             tuple(scratch_after),
+            write_back,
         )
         for key in keys:
             self._chains[key] = chain
@@ -626,10 +667,10 @@ class PageStore:
                 if status != -errno.ECANCELED and op is not _Op.GIVEN_UP and error is None:
                     error = self._error_of(op, key, completion)
             elif op is _Op.CHECKSUM_PAGE:
-                self._crc_next[key] = value
+                self._crc_found[key] = value
             elif op is _Op.WRITE_PAGE:
                 self._written[key] = True
-                self._crc[key] = self._crc_next.pop(key, None)
+                self._crc[key] = self._crc_found[key] if self._verify else None
             if ends is _SINGLE:
                 self._end_transfer(key, status)
             elif ends is not None:
@@ -653,7 +694,7 @@ class PageStore:
         self._check_readable(key)
         address = self._bounce_address()
         batch = Batch()
-        self._add_transfer_in(batch, key, address, (), None)
+        self._add_checked_read(batch, key, address, (), None)
         self._run(batch)
         return ctypes.string_at(address, self._used[key])
 
@@ -816,27 +857,59 @@ class PageStore:
         readers.append(handle)
         self._open_frames.append(frame)
 
-    def _add_read(self, batch: Batch, key: int, frame: int, ends: _Ends) -> int:
-        handle = self._add_transfer_in(batch, key, self._addresses[frame], self._after_all(frame), ends)
+    def _set_writer(self, frame: int, handle: int) -> None:
         self._writer[frame] = handle
         self._readers[frame] = []
         self._open_frames.append(frame)
+
+    def _begin_fetch(self, key: int, batch: Batch) -> int | None:
+        """The frame of a page that is FETCHING from now on; None when none can be had."""
+        step(self._state[key], PageEvent.FETCH)
+        self._check_readable(key)
+        self._check_batch(batch)
+        frame = self._take_frame()
+        if frame is None:
+            return None
+        self._batch = batch
+        self._frame[key] = frame
+        self._move(key, PageEvent.FETCH)
+        return frame
+
+    def _fetch(self, batch: Batch, key: int, frame: int, copy_to: int | None) -> int:
+        address = self._addresses[frame]
+        handle = self._add_checked_read(batch, key, address, self._after_all(frame), _SINGLE, copy_to)
+        self._set_writer(frame, handle)
+        if copy_to is not None and self._crc[key] is None:  # nothing to check: the page is there before its copy
+            handle = batch.kernel(_COPY_KERNEL, pack_copy(copy_to, address, self._used[key]), (handle,))
+            self._open_tasks[handle] = (_Op.USE_OF_FRAME, key, None)
+            self._add_reader(frame, handle)
         return handle
 
-    def _add_transfer_in(self, batch: Batch, key: int, address: int, after: tuple[int, ...], ends: _Ends) -> int:
+    def _add_read(self, batch: Batch, key: int, address: int, after: tuple[int, ...], ends: _Ends = None) -> int:
         fd, offset = self._place(key)
         handle = batch.read(fd, offset, self._moved[key], address, after)
+        self._open_tasks[handle] = (_Op.READ_PAGE, key, ends)
+        return handle
+
+    def _add_checked_read(
+        self, batch: Batch, key: int, address: int, after: tuple[int, ...], ends: _Ends, copy_to: int | None = None
+    ) -> int:
+        """A read and its check, which copies the page if there is somewhere to copy it to; the handle of the last."""
         crc = self._crc[key]
         if crc is None:
-            self._open_tasks[handle] = (_Op.READ_PAGE, key, ends)
-            return handle
-        self._open_tasks[handle] = (_Op.READ_PAGE, key, None)
-        handle = batch.kernel(_VERIFY_KERNEL, pack_verify(address, self._used[key], crc), (handle,))
+            return self._add_read(batch, key, address, after, ends)
+        read = self._add_read(batch, key, address, after)
+        used = self._used[key]
+        if copy_to is None:
+            handle = batch.kernel(_VERIFY_KERNEL, pack_verify(address, used, crc), (read,))
+        else:
+            args = pack_copy(copy_to, address, used) + pack_check(address, used, _BEFORE, crc, 0, key)
+            handle = batch.kernel(_COPY_KERNEL, args, (read,))
         self._open_tasks[handle] = (_Op.VERIFY_PAGE, key, ends)
         return handle
 
-    def _add_write(self, batch: Batch, key: int, address: int, after: tuple[int, ...], ends: _Ends) -> int:
-        if self._verify:
+    def _add_write(self, batch: Batch, key: int, address: int, after: tuple[int, ...], ends: _Ends, is_summed: bool = False) -> int:
+        if self._verify and not is_summed:
             checksum = batch.kernel(_CHECKSUM_KERNEL, pack_checksum(address, self._used[key]), after)
             self._open_tasks[checksum] = (_Op.CHECKSUM_PAGE, key, None)
             after = (checksum,)
@@ -845,9 +918,35 @@ class PageStore:
         self._open_tasks[handle] = (_Op.WRITE_PAGE, key, ends)
         return handle
 
-    def _close_chain(self, chain: Chain, write_back: bool) -> int:
+    def _verify_pages(self, chain: Chain) -> None:
+        """Add the checks of pages that were read and that no kernel of the chain has checked; what is added later comes after them."""
+        for key, read in chain._unverified.items():
+            frame, crc = self._frame[key], self._crc[key]
+            assert crc is not None
+            handle = chain._batch.kernel(_VERIFY_KERNEL, pack_verify(self._addresses[frame], self._used[key], crc), (read,))
+            self._open_tasks[handle] = (_Op.VERIFY_PAGE, key, None)
+            self._set_writer(frame, handle)
+            chain._after = (*chain._after, handle)
+        chain._unverified.clear()
+
+    def _checks(self, chain: Chain, keys: Sequence[int]) -> bytes:
+        """The checks that a kernel of a chain makes of the pages it touches."""
+        checks = b""
+        for key in keys:
+            crc = self._crc[key] if key in chain._unverified else None
+            flags = 0 if crc is None else _BEFORE
+            if chain._write_back and self._verify and self._slots[key] != _NO_SLOT and key in chain._changed:
+                flags |= _AFTER
+                chain._summed.add(key)
+            if flags:
+                result = self._crc_found_address + key * ctypes.sizeof(ctypes.c_uint32)
+                checks += pack_check(self._addresses[self._frame[key]], self._used[key], flags, crc or 0, result, key)
+        return checks
+
+    def _close_chain(self, chain: Chain) -> int:
         if chain.last:
             raise InvariantError("a chain is closed once")
+        self._verify_pages(chain)
         batch, after = chain._batch, chain._after
         kernel = after[0] if chain._has_kernel else 0
         finals: list[int] = []
@@ -856,8 +955,8 @@ class PageStore:
             if kernel:
                 self._writer[frame] = kernel
                 self._readers[frame] = []
-            if write_back and self._slots[key] != _NO_SLOT:
-                handle = self._add_write(batch, key, self._addresses[frame], after, None)
+            if chain._write_back and self._slots[key] != _NO_SLOT:
+                handle = self._add_write(batch, key, self._addresses[frame], after, None, key in chain._summed)
                 self._add_reader(frame, handle)
                 finals.append(handle)
                 chain._outcome.append((key, PageEvent.FINISH))
@@ -894,8 +993,6 @@ class PageStore:
             self._writer[frame] = 0
             self._readers[frame] = []  # they come after the read, so they never run
             self._free_frame(key)
-        else:
-            self._crc_next.pop(key, None)
 
     def _end_chain(self, chain: Chain, status: int) -> None:
         if status < 0:
@@ -916,14 +1013,17 @@ class PageStore:
 
     def _error_of(self, op: _Op, key: int, completion: Completion) -> InfinityError:
         code = -completion.status
-        of_backing = op is _Op.READ_PAGE or op is _Op.WRITE_PAGE or (op is _Op.VERIFY_PAGE and code == errno.EBADMSG)
-        if not of_backing or self._backing is None:
+        is_corrupt = code == errno.EBADMSG and op in (_Op.VERIFY_PAGE, _Op.KERNEL_OF_CHAIN)
+        found = completion.value & 0xFFFFFFFF
+        if is_corrupt and op is _Op.KERNEL_OF_CHAIN:
+            key = completion.value >> 32  # what `_checks` gave as the tag
+        if not (is_corrupt or op is _Op.READ_PAGE or op is _Op.WRITE_PAGE) or self._backing is None:
             what = f" on {self.name(self._pages[key])}" if key != _NO_KEY else ""
             return KernelError(f"task {completion.id} ({op.name}){what} failed: {os.strerror(code)}")
         name, slot = self.name(self._pages[key]), self._slots[key]
-        if op is _Op.VERIFY_PAGE:
+        if is_corrupt:
             path, (_, offset) = self._backing.path(slot), self._place(key)
-            return CorruptPageError(name, path, offset, self._used[key], self._crc[key] or 0, completion.value)
+            return CorruptPageError(name, path, offset, self._used[key], self._crc[key] or 0, found)
         return self._backing.error("read" if op is _Op.READ_PAGE else "write", slot, self._moved[key], code, name)
 
     def _check_batch(self, batch: Batch) -> None:

@@ -404,11 +404,18 @@ class TaskQueue:
         They and everything that they depend on become DEMAND, unless ``timeout_s`` is 0.
         Errors: ``StallError`` after ``timeout_s``, or when nothing in the whole queue has moved for its ``stall_s``; the tasks go on.
         """
+        self._wait(lib.inf_queue_wait, ids, timeout_s)
+
+    def wait_any(self, ids: Sequence[int] | Iterable[int], timeout_s: float | None = None) -> None:
+        """Like ``wait``, until at least one task of ``ids`` is complete."""
+        self._wait(lib.inf_queue_wait_any, ids, timeout_s)
+
+    def _wait(self, call: Any, ids: Sequence[int] | Iterable[int], timeout_s: float | None) -> None:
         handle = self._open_handle()
         wanted = array("Q", ids)
         view = ffi.from_buffer("uint64_t[]", wanted)
         n = len(wanted)
-        self._until(lambda ms: int(lib.inf_queue_wait(handle, view, n, ms)), f"wait for {n} tasks", lambda: wanted, timeout_s)
+        self._until(lambda ms: int(call(handle, view, n, ms)), f"wait for {n} tasks", lambda: wanted, timeout_s)
 
     def cancel(self, ids: Iterable[int] | None = None) -> None:
         """What is not begun of these tasks (None: of all) ends with ``ECANCELED``, a task that depends on others after them; kernels

@@ -154,6 +154,8 @@ int inf_queue_poll(inf_queue *queue, inf_completion *completions, uint32_t max);
 /* Until every one of `ids` is complete (taken by poll or not): 0, or -ETIMEDOUT after timeout_ms. They and everything that they
  * depend on become INF_DEMAND, unless timeout_ms is 0. */
 int inf_queue_wait(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms);
+/* The same until at least one of them is complete (0 ids: at once). */
+int inf_queue_wait_any(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms);
 /* Tasks not begun end with -ECANCELED, those that depend on others when these have ended; of transfers begun no further request is
  * handed over; a kernel that runs goes on. No ids: all tasks. Ids that are complete or unknown are fine. */
 int inf_queue_cancel(inf_queue *queue, const uint64_t *ids, uint32_t n_ids);
@@ -176,24 +178,43 @@ int inf_queue_get_path_info(const inf_queue *queue, uint32_t path, inf_path_info
 
 uint32_t inf_crc32c(const void *data, uint64_t nbytes, uint32_t seed);         /* best version of this machine */
 uint32_t inf_crc32c_table(const void *data, uint64_t nbytes, uint32_t seed);   /* reference; same answer */
+enum { INF_CRC_TABLE = 0, INF_CRC_SSE42, INF_CRC_AVX512, INF_CRC_VERSIONS };
+/* By one version; all give the same. -EINVAL if unknown, -EOPNOTSUPP if this machine lacks it. */
+int inf_crc32c_by(int version, const void *data, uint64_t nbytes, uint32_t seed, uint32_t *crc);
 
 /* ---- kernels/: what a KERNEL task runs on a worker. Each has a struct of arguments, passed as bytes ---- */
 
 enum {
-    INF_KERNEL_COPY = 0,      /* inf_copy_args */
+    INF_KERNEL_COPY = 0,      /* inf_copy_args, checks */
     INF_KERNEL_CHECKSUM,      /* inf_checksum_args: value = crc32c */
     INF_KERNEL_VERIFY,        /* inf_checksum_args: value = crc32c; -EBADMSG if it is not `expected` */
-    INF_KERNEL_ADAMW,         /* inf_adamw_args followed by its segments */
-    INF_KERNEL_ACCUMULATE,    /* inf_accumulate_args followed by its segments: fp32 running sums of gradients */
-    INF_KERNEL_SUMSQ,         /* inf_sumsq_args followed by its segments: fp64 sums of squares, one per run */
+    INF_KERNEL_ADAMW,         /* inf_adamw_args, its segments, checks */
+    INF_KERNEL_ACCUMULATE,    /* inf_accumulate_args, its segments, checks: fp32 running sums of gradients */
+    INF_KERNEL_SUMSQ,         /* inf_sumsq_args, its segments, checks: fp64 sums of squares, one per run */
     INF_KERNEL_SPLIT,         /* inf_split_args: fp32 -> 16 + 16 */
     INF_KERNEL_JOIN,          /* inf_split_args: 16 + 16 -> fp32 */
     INF_KERNEL_SLEEP,         /* inf_sleep_args: for tests of order and overlap */
     INF_KERNELS
 };
 
+/* Up to INF_CHECKS_MAX checks may follow the arguments of the kernels that say so: checksums of the pages they read or write, taken
+ * piece by piece while the kernel has the piece in cache. A page that is not what BEFORE expects ends the kernel with -EBADMSG and the
+ * value tag << 32 | the crc32c found; what it wrote until then is worth nothing. AFTER stores the crc32c of the page as the kernel
+ * leaves it. Bytes of the page that the kernel does not touch count as well. Pages do not overlap. A kernel with checks works on
+ * ascending addresses of each page: -EINVAL where its segments do not. */
+enum { INF_CHECK_BEFORE = 1, INF_CHECK_AFTER = 2 };
+enum { INF_CHECKS_MAX = 16 };
+typedef struct inf_check {
+    uint64_t address, nbytes;   /* the used bytes of a page */
+    uint64_t result;            /* AFTER: address of a uint32_t; written only if the kernel ends well */
+    uint32_t expected;          /* BEFORE */
+    uint32_t flags;             /* INF_CHECK_... */
+    uint32_t tag, unused;
+} inf_check;
+
 enum { INF_F32 = 0, INF_BF16 = 1 };
 
+/* The ranges may overlap, if there are no checks. */
 typedef struct inf_copy_args { uint64_t to, from, nbytes; } inf_copy_args;
 typedef struct inf_checksum_args { uint64_t address, nbytes; uint32_t expected, unused; } inf_checksum_args;
 typedef struct inf_sleep_args { uint64_t microseconds; int32_t status; uint32_t value; } inf_sleep_args;   /* then ends with `status` */

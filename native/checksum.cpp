@@ -2,9 +2,11 @@
  * E3069283 and crc(b, crc(a, 0)) is the checksum of a followed by b.
  *
  * Source: the three streams and their joining by a carry-less product follow V. Gopal et al., "Fast CRC Computation for iSCSI
- * Polynomial Using CRC32 Instruction", Intel, 2011. */
+ * Polynomial Using CRC32 Instruction", Intel, 2011; the folding follows V. Gopal et al., "Fast CRC Computation for Generic Polynomials
+ * Using PCLMULQDQ Instruction", Intel, 2009. */
 
 #include <array>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 
@@ -99,7 +101,7 @@ __attribute__((target("sse4.2,pclmul"))) inline uint32_t three_streams(uint32_t 
     return crc;
 }
 
-__attribute__((target("sse4.2,pclmul"))) uint32_t hardware_update(uint32_t crc, const uint8_t *data, uint64_t nbytes) {
+__attribute__((target("sse4.2,pclmul"))) uint32_t sse42_update(uint32_t crc, const uint8_t *data, uint64_t nbytes) {
     crc = three_streams<kLong>(crc, &data, &nbytes);
     crc = three_streams<kShort>(crc, &data, &nbytes);
     uint64_t state = crc;
@@ -108,24 +110,79 @@ __attribute__((target("sse4.2,pclmul"))) uint32_t hardware_update(uint32_t crc, 
     return uint32_t(state);
 }
 
+#define INF_CRC_FOLD __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
+
+/* For folding: each 16 bytes of a vector, taken as a polynomial of degree 127, times x^nbits, modulo the polynomial and of degree 127
+ * again. The product of reflected numbers of 64 and 32 bits is 33 bits short of 128; the first 8 bytes are those of the high powers. */
+template <uint64_t nbits> INF_CRC_FOLD inline __m512i folded(__m512i x) {
+    constexpr int64_t first = power(nbits + 31), second = power(nbits - 33);
+    const __m512i k = _mm512_set_epi64(second, first, second, first, second, first, second, first);
+    return _mm512_xor_si512(_mm512_clmulepi64_epi128(x, k, 0x00), _mm512_clmulepi64_epi128(x, k, 0x11));
+}
+
+INF_CRC_FOLD inline __m512i load_512(const uint8_t *from) { return _mm512_loadu_si512(from); }
+
+/* Four vectors hold 256 bytes that have, behind the zero bytes still to come, the checksum of all that went into them. */
+INF_CRC_FOLD uint32_t avx512_update(uint32_t crc, const uint8_t *data, uint64_t nbytes) {
+    constexpr uint64_t kVector = 64, kRound = 4 * kVector;
+    if (nbytes < 2 * kRound) return sse42_update(crc, data, nbytes);
+    __m512i a = _mm512_xor_si512(load_512(data), _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, int64_t(crc)));
+    __m512i b = load_512(data + kVector), c = load_512(data + 2 * kVector), d = load_512(data + 3 * kVector);
+    for (data += kRound, nbytes -= kRound; nbytes >= kRound; data += kRound, nbytes -= kRound) {
+        a = _mm512_xor_si512(folded<8 * kRound>(a), load_512(data));
+        b = _mm512_xor_si512(folded<8 * kRound>(b), load_512(data + kVector));
+        c = _mm512_xor_si512(folded<8 * kRound>(c), load_512(data + 2 * kVector));
+        d = _mm512_xor_si512(folded<8 * kRound>(d), load_512(data + 3 * kVector));
+    }
+    b = _mm512_xor_si512(folded<8 * kVector>(a), b);
+    c = _mm512_xor_si512(folded<8 * kVector>(b), c);
+    d = _mm512_xor_si512(folded<8 * kVector>(c), d);
+    uint64_t words[8];
+    _mm512_storeu_si512(words, d);
+    uint64_t state = 0;
+    for (const uint64_t word : words) state = _mm_crc32_u64(state, word);
+    return sse42_update(uint32_t(state), data, nbytes);
+}
+
 #endif
+
+bool has(int version) {
+#if defined(__x86_64__)
+    const bool sse42 = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul");
+    if (version == INF_CRC_SSE42) return sse42;
+    if (version == INF_CRC_AVX512) return sse42 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
+#endif
+    return version == INF_CRC_TABLE;
+}
 
 }  // namespace
 }  // namespace inf
 
 extern "C" {
 
+int inf_crc32c_by(int version, const void *data, uint64_t nbytes, uint32_t seed, uint32_t *crc) {
+    if (version < 0 || version >= INF_CRC_VERSIONS) return -EINVAL;
+    if (!inf::has(version)) return -EOPNOTSUPP;
+    auto update = inf::table_update;
+#if defined(__x86_64__)
+    if (version == INF_CRC_SSE42) update = inf::sse42_update;
+    if (version == INF_CRC_AVX512) update = inf::avx512_update;
+#endif
+    *crc = ~update(~seed, static_cast<const uint8_t *>(data), nbytes);
+    return 0;
+}
+
 uint32_t inf_crc32c_table(const void *data, uint64_t nbytes, uint32_t seed) {
     return ~inf::table_update(~seed, static_cast<const uint8_t *>(data), nbytes);
 }
 
 uint32_t inf_crc32c(const void *data, uint64_t nbytes, uint32_t seed) {
+    const auto *bytes = static_cast<const uint8_t *>(data);
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul")) {
-        return ~inf::hardware_update(~seed, static_cast<const uint8_t *>(data), nbytes);
-    }
+    if (inf::has(INF_CRC_AVX512)) return ~inf::avx512_update(~seed, bytes, nbytes);
+    if (inf::has(INF_CRC_SSE42)) return ~inf::sse42_update(~seed, bytes, nbytes);
 #endif
-    return inf_crc32c_table(data, nbytes, seed);
+    return inf_crc32c_table(bytes, nbytes, seed);
 }
 
 }

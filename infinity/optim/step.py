@@ -3,7 +3,7 @@
 ::
 
     reduce   gradients that fired are added, in fp32 and in the order of firing, to the ``grad`` plane
-    update   per tile one native chain: read, verify, sums of squares, the optimizer's kernel, checksum, write
+    update   per tile one native chain: read, sums of squares, the optimizer's kernel, write; kernels check pages and take checksums
 
 [Note: direct gradients] A gradient that is the only one of its parameter in the step goes from where autograd left it straight into
 the kernel. It becomes a page only when another one must be added, or when it has to wait for the norm and does not rest on the device.
@@ -159,7 +159,7 @@ class Step:
         fresh = index not in flat.grad_pages
         flat.grad_pages.add(index)
         self._run_chain(
-            lambda chain: chain.kernel(Kernel.ACCUMULATE, pack_accumulate(_based(segments, chain.address(page)))),
+            lambda chain: chain.kernel(Kernel.ACCUMULATE, pack_accumulate(_based(segments, chain.address(page))), covers=(page,)),
             done,
             update=() if fresh else (page,),
             write=(page,) if fresh else (),
@@ -197,10 +197,10 @@ class Step:
                 self._flight.settle_page(page)
             with self._flight.bookkeeping:
                 batch = Batch()
-                chain = self._store.chain(batch, update=update, read=read, write=write)
+                chain = self._store.chain(batch, update=update, read=read, write=write, write_back=False)
                 if chain is not None:
                     build(chain)
-                    self._flight.submit_work(batch, chain.close(write_back=False), done)
+                    self._flight.submit_work(batch, chain.close(), done)
                     return
             self.spill(keep=(*update, *read, *write))
             self._flight.wait_any()
@@ -340,7 +340,8 @@ class Step:
         page = self._planes.page(flat, GRAD, index)
         begin, end = flat.spec.page_elems(GRAD, index)
         self._run_chain(
-            lambda chain: chain.kernel(Kernel.SUMSQ, pack_sumsq(self._sum_segments(flat, begin, end, chain.address(page)))), read=(page,)
+            lambda chain: chain.kernel(Kernel.SUMSQ, pack_sumsq(self._sum_segments(flat, begin, end, chain.address(page))), covers=(page,)),
+            read=(page,),
         )
 
     def _sum_plane_on_device(self, batch: Batch, handles: list[int], flat: FlatParam) -> list[torch.Tensor]:
@@ -463,7 +464,7 @@ class Step:
                 width = next(iter(update.grads.values())).element_size()
                 scratch = -(-(end - begin) * width // self._page_nbytes)
             batch = Batch()
-            chain = self._store.chain(batch, update=changed, read=grad_pages, scratch=scratch)
+            chain = self._store.chain(batch, update=changed, read=grad_pages, scratch=scratch, write_back=not self._store.fits_all)
             if chain is None:
                 return False
             for page in pages.get(PARAM, ()):
@@ -484,11 +485,12 @@ class Step:
                 for address, first, last, is_bf16 in self._grad_pieces(update, chain, grad_pages, staged, number, seg_begin, seg_end):
                     segments.append(Segment(address, first - begin, last - begin, is_bf16, update.scalars[number]))
                     sums.append(self._sum_segment(flat, number, address, first, last, is_bf16))
-            chain.kernel(Kernel.SUMSQ, pack_sumsq(sums))
+            chain.kernel(Kernel.SUMSQ, pack_sumsq(sums), covers=grad_pages)
             states = [addresses[plane.name] for plane in spec.planes if plane.name not in (PARAM, RESIDUAL)]
             residual = addresses[RESIDUAL][0] if RESIDUAL in addresses else 0
             piece_numel = min(spec.page_numel(plane.name) for plane in spec.planes)
-            chain.kernel(self._optimizer.kernel, self._optimizer.pack(addresses[PARAM][0], residual, states, piece_numel, segments))
+            args = self._optimizer.pack(addresses[PARAM][0], residual, states, piece_numel, segments)
+            chain.kernel(self._optimizer.kernel, args, covers=(*changed, *grad_pages))
 
             def done() -> None:
                 for _, put_back in staged:
@@ -496,7 +498,7 @@ class Step:
                         put_back()
                 self._tile_done(update, grad_pages)
 
-            self._flight.submit_work(batch, chain.close(write_back=not self._store.fits_all), done)
+            self._flight.submit_work(batch, chain.close(), done)
             self._in_flight += 1
             return True
 

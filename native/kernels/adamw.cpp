@@ -161,6 +161,30 @@ template <typename Grad> Kernel choose(int simd, bool is_bf16, bool small) {
     return is_bf16 ? adamw_bf16_scalar<Grad> : adamw_f32_scalar<Grad>;
 }
 
+/* Elements in a piece when there are checks: 56 KiB of a bf16 parameter, its moments and its gradient. */
+constexpr uint64_t kPiece = 4096;
+/* While that many elements are updated, as many of the next piece are fetched: the checksums would wait for them otherwise. */
+constexpr uint64_t kStrip = 128;
+
+uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+/* Updates a piece whose param, residual (or nothing), moments and gradient are `ranges`. With a next piece behind it, that is fetched
+ * on the way. */
+void update_piece(Kernel kernel, const Coefficients &coefficients, const Range (&ranges)[5], uint64_t numel, bool has_next) {
+    uint64_t widths[5];
+    for (int i = 0; i < 5; ++i) widths[i] = ranges[i].nbytes / numel;
+    const auto at = [&](int i, uint64_t elem) { return ranges[i].address + elem * widths[i]; };
+    for (uint64_t begin = 0; begin < numel;) {
+        const uint64_t strip = has_next ? least(numel - begin, kStrip) : numel;
+        if (has_next) {
+            for (int i = 0; i < 5; ++i) fetch_ahead(at(i, numel + begin), strip * widths[i]);
+        }
+        kernel(coefficients, Run{pointer<void>(at(0, begin)), widths[1] != 0 ? pointer<uint16_t>(at(1, begin)) : nullptr,
+                                 pointer<float>(at(2, begin)), pointer<float>(at(3, begin)), pointer<const void>(at(4, begin)), strip});
+        begin += strip;
+    }
+}
+
 bool is_valid(const inf_adamw_args &a, const inf_adamw_segment &s) {
     if (s.begin > s.end || !is_float_format(s.grad_format)) return false;
     const uint64_t pieces = a.exp_avg[1] != 0 && a.exp_avg_sq[1] != 0 ? 2 : 1;
@@ -169,9 +193,10 @@ bool is_valid(const inf_adamw_args &a, const inf_adamw_segment &s) {
 
 }  // namespace
 
-int run_adamw(const void *args, uint32_t args_nbytes, uint64_t *) {
+int run_adamw(const void *args, uint32_t args_nbytes, uint64_t *value) {
     const inf_adamw_segment *segments = nullptr;
-    const auto *a = args_with_segments<inf_adamw_args>(args, args_nbytes, &segments);
+    Checks checks;
+    const auto *a = args_with_segments<inf_adamw_args>(args, args_nbytes, &segments, &checks);
     if (a == nullptr || a->exp_piece_numel == 0) return -EINVAL;
     const int simd = simd_resolve(a->variant);
     if (simd < 0) return simd;
@@ -179,7 +204,7 @@ int run_adamw(const void *args, uint32_t args_nbytes, uint64_t *) {
         if (!is_valid(*a, segments[i])) return -EINVAL;
     }
     const bool is_bf16 = a->residual != 0;
-    const uint64_t param_nbytes = is_bf16 ? 2 : 4;
+    const uint64_t param_nbytes = is_bf16 ? 2 : 4, most_numel = checks.empty() ? UINT64_MAX : kPiece;
     for (uint32_t i = 0; i < a->n_segments; ++i) {
         const inf_adamw_segment &s = segments[i];
         const Coefficients coefficients(s.scalars);
@@ -188,16 +213,22 @@ int run_adamw(const void *args, uint32_t args_nbytes, uint64_t *) {
                                                        : choose<uint16_t>(simd, is_bf16, coefficients.small);
         for (uint64_t begin = s.begin; begin < s.end;) {
             const uint64_t piece = begin / a->exp_piece_numel, piece_begin = piece * a->exp_piece_numel;
-            const uint64_t piece_end = piece_begin + a->exp_piece_numel, end = piece_end < s.end ? piece_end : s.end;
-            kernel(coefficients, Run{pointer<void>(a->param + begin * param_nbytes),
-                                     is_bf16 ? pointer<uint16_t>(a->residual) + begin : nullptr,
-                                     pointer<float>(a->exp_avg[piece]) + (begin - piece_begin),
-                                     pointer<float>(a->exp_avg_sq[piece]) + (begin - piece_begin),
-                                     pointer<const void>(s.grad + (begin - s.begin) * grad_nbytes), end - begin});
-            begin = end;
+            const uint64_t numel = least(least(s.end - begin, piece_begin + a->exp_piece_numel - begin), most_numel);
+            const Range ranges[] = {
+                {a->param + begin * param_nbytes, numel * param_nbytes},
+                {is_bf16 ? a->residual + begin * 2 : 0, is_bf16 ? numel * 2 : 0},
+                {a->exp_avg[piece] + (begin - piece_begin) * 4, numel * 4},
+                {a->exp_avg_sq[piece] + (begin - piece_begin) * 4, numel * 4},
+                {s.grad + (begin - s.begin) * grad_nbytes, numel * grad_nbytes},
+            };
+            const int status = checks.before(ranges, value);
+            if (status != 0) return status;
+            update_piece(kernel, coefficients, ranges, numel, !checks.empty() && begin + numel < s.end);
+            checks.after(ranges);
+            begin += numel;
         }
     }
-    return 0;
+    return checks.close(value);
 }
 
 }  // namespace inf

@@ -53,11 +53,25 @@ int run_kernel(int kernel, const void *args, uint32_t args_nbytes, uint64_t *val
     return kKernels[kernel](args, args_nbytes, value);
 }
 
-int run_copy(const void *args, uint32_t args_nbytes, uint64_t *) {
-    const auto *a = args_of<inf_copy_args>(args, args_nbytes);
+int run_copy(const void *args, uint32_t args_nbytes, uint64_t *value) {
+    Checks checks;
+    const auto *a = args_of<inf_copy_args>(args, args_nbytes, &checks);
     if (a == nullptr) return -EINVAL;
-    if (a->nbytes != 0) std::memmove(pointer<void>(a->to), pointer<void>(a->from), a->nbytes);
-    return 0;
+    if (checks.empty()) {
+        if (a->nbytes != 0) std::memmove(pointer<void>(a->to), pointer<void>(a->from), a->nbytes);
+        return 0;
+    }
+    if (a->to < a->from + a->nbytes && a->from < a->to + a->nbytes) return -EINVAL;
+    for (uint64_t begin = 0; begin < a->nbytes;) {
+        const uint64_t left = a->nbytes - begin, nbytes = left < Checks::kPieceNbytes ? left : Checks::kPieceNbytes;
+        const Range ranges[] = {{a->from + begin, nbytes}, {a->to + begin, nbytes}};
+        const int status = checks.before(ranges, value);
+        if (status != 0) return status;
+        std::memcpy(pointer<void>(ranges[1].address), pointer<void>(ranges[0].address), nbytes);
+        checks.after(ranges);
+        begin += nbytes;
+    }
+    return checks.close(value);
 }
 
 int run_checksum(const void *args, uint32_t args_nbytes, uint64_t *value) {

@@ -6,9 +6,7 @@
 #include <cerrno>
 #include <cstdint>
 
-extern "C" {
-#include "abi.h"
-}
+#include "checks.hpp"
 
 namespace inf {
 
@@ -32,15 +30,25 @@ template <typename Args> const Args *args_of(const void *args, uint32_t args_nby
     return args_nbytes == sizeof(Args) ? static_cast<const Args *>(args) : nullptr;
 }
 
-/* `args` as one Args followed by its n_segments Segments, or null if the size does not match. */
-template <typename Args, typename Segment>
-const Args *args_with_segments(const void *args, uint32_t args_nbytes, const Segment **segments) {
-    static_assert(sizeof(Args) % alignof(Segment) == 0, "segments follow their header without padding");
+/* `args` as one Args and checks, or null if the size does not match or the checks cannot be right. */
+template <typename Args> const Args *args_of(const void *args, uint32_t args_nbytes, Checks *checks) {
+    static_assert(sizeof(Args) % alignof(inf_check) == 0, "checks follow their header without padding");
     if (args_nbytes < sizeof(Args)) return nullptr;
     const Args *head = static_cast<const Args *>(args);
-    if (args_nbytes - sizeof(Args) != uint64_t(head->n_segments) * sizeof(Segment)) return nullptr;
+    return checks->open(head + 1, args_nbytes - sizeof(Args)) ? head : nullptr;
+}
+
+/* `args` as one Args, its n_segments Segments, and checks; null as above. */
+template <typename Args, typename Segment>
+const Args *args_with_segments(const void *args, uint32_t args_nbytes, const Segment **segments, Checks *checks) {
+    static_assert(sizeof(Args) % alignof(Segment) == 0, "segments follow their header without padding");
+    static_assert((sizeof(Args) + sizeof(Segment)) % alignof(inf_check) == 0, "checks follow the segments without padding");
+    if (args_nbytes < sizeof(Args)) return nullptr;
+    const Args *head = static_cast<const Args *>(args);
+    const uint64_t segments_nbytes = uint64_t(head->n_segments) * sizeof(Segment), rest_nbytes = args_nbytes - sizeof(Args);
+    if (rest_nbytes < segments_nbytes) return nullptr;
     *segments = reinterpret_cast<const Segment *>(head + 1);
-    return head;
+    return checks->open(*segments + head->n_segments, rest_nbytes - segments_nbytes) ? head : nullptr;
 }
 
 }  // namespace inf

@@ -37,16 +37,16 @@ template <typename From> INF_AVX2 void widen_avx2(float *to, const From *from, u
 
 #endif
 
-template <typename From> void accumulate(int simd, const inf_accumulate_segment &segment) {
-    float *to = pointer<float>(segment.to);
-    const From *from = pointer<const From>(segment.from);
+template <typename From> void accumulate(int simd, const inf_accumulate_segment &segment, uint64_t begin, uint64_t numel) {
+    float *to = pointer<float>(segment.to) + begin;
+    const From *from = pointer<const From>(segment.from) + begin;
     auto run = segment.add ? accumulate_scalar<From> : widen_scalar<From>;
 #if defined(INF_X86)
     if (simd == INF_SIMD_AVX2) run = segment.add ? accumulate_avx2<From> : widen_avx2<From>;
 #else
     (void)simd;
 #endif
-    run(to, from, segment.numel);
+    run(to, from, numel);
 }
 
 /* ---- sums of squares: a square of an fp32 number is exact in fp64, so fused or not makes no difference ---- */
@@ -97,51 +97,93 @@ template <typename From> INF_AVX2 void sumsq_avx2(const From *from, double *sums
 
 #endif
 
-template <typename From> void sumsq(int simd, const inf_sumsq_segment &segment) {
+/* Elements [begin, begin + numel) of the segment; `begin` starts a run. */
+template <typename From> void sumsq(int simd, const inf_sumsq_segment &segment, uint64_t begin, uint64_t numel) {
     auto run = sumsq_scalar<From>;
 #if defined(INF_X86)
     if (simd == INF_SIMD_AVX2) run = sumsq_avx2<From>;
 #else
     (void)simd;
 #endif
-    double *sums = pointer<double>(segment.sums);
-    run(pointer<const From>(segment.from), sums, segment.numel);
-    const uint64_t runs = (segment.numel + kRun - 1) / kRun;
+    double *sums = pointer<double>(segment.sums) + begin / kRun;
+    run(pointer<const From>(segment.from) + begin, sums, numel);
+    const uint64_t runs = (numel + kRun - 1) / kRun;
     for (uint64_t r = 0; r < runs; ++r) {
         if (sums[r] != sums[r]) sums[r] = double(float_of(kNan));
     }
 }
 
+uint64_t nbytes_of(int32_t format) { return format == INF_F32 ? 4 : 2; }
+
+/* Elements in a piece when there are checks. */
+constexpr uint64_t kBlock = Checks::kPieceNbytes / 4;
+static_assert(kBlock % kRun == 0, "pieces are whole runs");
+
+/* Work over each piece of each segment, between its checks; `work` takes a segment and the piece's [begin, begin + numel) in it, and
+ * `ranges` gives the memory of that. */
+template <typename Segment, typename Ranges, typename Work>
+int in_pieces(Checks *checks, const Segment *segments, uint32_t n_segments, uint64_t *value, Ranges ranges, Work work) {
+    for (uint32_t s = 0; s < n_segments; ++s) {
+        const Segment &segment = segments[s];
+        for (uint64_t begin = 0; begin < segment.numel;) {
+            const uint64_t left = segment.numel - begin, numel = checks->empty() || left < kBlock ? left : kBlock;
+            const auto memory = ranges(segment, begin, numel);
+            const int status = checks->before(memory.ranges, value);
+            if (status != 0) return status;
+            work(segment, begin, numel);
+            checks->after(memory.ranges);
+            begin += numel;
+        }
+    }
+    return checks->close(value);
+}
+
+template <int n> struct Ranges {
+    Range ranges[n];
+};
+
 }  // namespace
 
-int run_accumulate(const void *args, uint32_t args_nbytes, uint64_t *) {
+int run_accumulate(const void *args, uint32_t args_nbytes, uint64_t *value) {
     const inf_accumulate_segment *segments = nullptr;
-    const auto *a = args_with_segments<inf_accumulate_args>(args, args_nbytes, &segments);
+    Checks checks;
+    const auto *a = args_with_segments<inf_accumulate_args>(args, args_nbytes, &segments, &checks);
     if (a == nullptr) return -EINVAL;
     const int simd = simd_resolve(a->variant);
     if (simd < 0) return simd;
     for (uint32_t s = 0; s < a->n_segments; ++s) {
         if (!is_float_format(segments[s].from_format) || segments[s].add > 1) return -EINVAL;
     }
-    for (uint32_t s = 0; s < a->n_segments; ++s) {
-        segments[s].from_format == INF_F32 ? accumulate<float>(simd, segments[s]) : accumulate<uint16_t>(simd, segments[s]);
-    }
-    return 0;
+    const auto ranges = [](const inf_accumulate_segment &segment, uint64_t begin, uint64_t numel) {
+        const uint64_t width = nbytes_of(segment.from_format);
+        return Ranges<2>{{{segment.to + begin * 4, numel * 4}, {segment.from + begin * width, numel * width}}};
+    };
+    return in_pieces(&checks, segments, a->n_segments, value, ranges,
+                     [simd](const inf_accumulate_segment &segment, uint64_t begin, uint64_t numel) {
+                         segment.from_format == INF_F32 ? accumulate<float>(simd, segment, begin, numel)
+                                                        : accumulate<uint16_t>(simd, segment, begin, numel);
+                     });
 }
 
-int run_sumsq(const void *args, uint32_t args_nbytes, uint64_t *) {
+int run_sumsq(const void *args, uint32_t args_nbytes, uint64_t *value) {
     const inf_sumsq_segment *segments = nullptr;
-    const auto *a = args_with_segments<inf_sumsq_args>(args, args_nbytes, &segments);
+    Checks checks;
+    const auto *a = args_with_segments<inf_sumsq_args>(args, args_nbytes, &segments, &checks);
     if (a == nullptr) return -EINVAL;
     const int simd = simd_resolve(a->variant);
     if (simd < 0) return simd;
     for (uint32_t s = 0; s < a->n_segments; ++s) {
         if (!is_float_format(segments[s].from_format)) return -EINVAL;
     }
-    for (uint32_t s = 0; s < a->n_segments; ++s) {
-        segments[s].from_format == INF_F32 ? sumsq<float>(simd, segments[s]) : sumsq<uint16_t>(simd, segments[s]);
-    }
-    return 0;
+    const auto ranges = [](const inf_sumsq_segment &segment, uint64_t begin, uint64_t numel) {
+        const uint64_t width = nbytes_of(segment.from_format);
+        return Ranges<1>{{{segment.from + begin * width, numel * width}}};
+    };
+    return in_pieces(&checks, segments, a->n_segments, value, ranges,
+                     [simd](const inf_sumsq_segment &segment, uint64_t begin, uint64_t numel) {
+                         segment.from_format == INF_F32 ? sumsq<float>(simd, segment, begin, numel)
+                                                        : sumsq<uint16_t>(simd, segment, begin, numel);
+                     });
 }
 
 }  // namespace inf

@@ -318,7 +318,7 @@ int inf_queue::poll(inf_completion *completions, uint32_t max) {
     return static_cast<int>(n);
 }
 
-int inf_queue::wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms) {
+int inf_queue::wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms, For what) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
     std::unique_lock<std::mutex> lock(mutex_);
     for (uint32_t i = 0; i < n_ids; ++i) {
@@ -334,16 +334,22 @@ int inf_queue::wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms) {
         lock.lock();
     }
     int result = 0;
-    // From the last on, which tends to complete last: few wakes.
     for (uint32_t left = n_ids;;) {
-        Task *task = nullptr;
-        while (left > 0 && !(task = live(ids[left - 1]))) --left;
-        if (left == 0) break;
+        if (what == For::kAll) {
+            // From the last on, which tends to complete last: few wakes.
+            Task *task = nullptr;
+            while (left > 0 && !(task = live(ids[left - 1]))) --left;
+            if (left == 0) break;
+            task->watched = true;
+        } else {
+            uint32_t n_live = 0;
+            for (Task *task; n_live < n_ids && (task = live(ids[n_live])); ++n_live) task->watched = true;
+            if (n_live < n_ids || n_ids == 0) break;
+        }
         if (late) {
             result = -ETIMEDOUT;
             break;
         }
-        task->watched = true;
         late = ended_.wait_until(lock, deadline) == std::cv_status::timeout;
     }
     if (--n_waiting_ == 0 && closing_) ended_.notify_all();
@@ -521,7 +527,13 @@ int inf_queue_submit(inf_queue *queue, const inf_task *tasks, uint32_t n_tasks, 
 
 int inf_queue_poll(inf_queue *queue, inf_completion *completions, uint32_t max) { return queue->poll(completions, max); }
 
-int inf_queue_wait(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms) { return queue->wait(ids, n_ids, timeout_ms); }
+int inf_queue_wait(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms) {
+    return queue->wait(ids, n_ids, timeout_ms, inf_queue::For::kAll);
+}
+
+int inf_queue_wait_any(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms) {
+    return queue->wait(ids, n_ids, timeout_ms, inf_queue::For::kAny);
+}
 
 int inf_queue_pending(const inf_queue *queue, uint64_t id, inf_task *task, int *phase) { return queue->pending(id, task, phase); }
 

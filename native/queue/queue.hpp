@@ -89,7 +89,8 @@ struct inf_queue {
     int submit(const inf_task *tasks, uint32_t n_tasks, const int64_t *after, uint32_t n_after, const uint8_t *args, uint64_t args_nbytes,
                uint64_t *first_id);
     int poll(inf_completion *completions, uint32_t max);
-    int wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms);
+    enum class For { kAll, kAny };
+    int wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms, For what);
     int pending(uint64_t id, inf_task *task, int *phase) const;
     int list(uint64_t *ids, uint32_t max) const;
     void cancel(const uint64_t *ids, uint32_t n_ids);

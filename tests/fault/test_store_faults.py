@@ -113,10 +113,10 @@ def test_a_task_that_waits_for_a_failed_fetch_does_not_run_and_its_frame_is_free
 def test_a_failed_read_ends_the_chain_and_nothing_is_written(bench: StoreBench) -> None:
     bench.files.fault(FileOp.READ, Fault.error(errno.EIO))
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A], read=[B])
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
     assert chain is not None
     chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
-    chain.close(write_back=True)
+    chain.close()
     with pytest.raises(IoError):
         bench.run(batch)
     assert chain.failed
@@ -127,9 +127,9 @@ def test_a_failed_read_ends_the_chain_and_nothing_is_written(bench: StoreBench) 
 def test_a_failed_write_of_a_chain_is_its_error_and_its_pages_stay_chained(bench: StoreBench) -> None:
     bench.files.fault(FileOp.WRITE, Fault.error(errno.ENOSPC), nth=2)
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A, B])
+    chain = bench.store.chain(batch, update=[A, B], write_back=True)
     assert chain is not None
-    chain.close(write_back=True)
+    chain.close()
     with pytest.raises(IoError) as caught:
         bench.run(batch)
     assert caught.value.errno == errno.ENOSPC
@@ -158,10 +158,10 @@ def test_a_flipped_bit_is_found_by_reading_an_absent_page(bench: StoreBench) -> 
 def test_a_flipped_bit_ends_a_chain_before_its_first_kernel(bench: StoreBench) -> None:
     corrupt(bench, B)
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A], read=[B])
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
     assert chain is not None
     chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
-    chain.close(write_back=True)
+    chain.close()
     with pytest.raises(CorruptPageError):
         bench.run(batch)
     assert bench.at_rest(A) == bench.content(A)
@@ -188,11 +188,11 @@ def scenario(bench: StoreBench) -> None:
     store.fetch(C, batch)
     bench.run(batch)
     batch = Batch()
-    chain = store.chain(batch, update=[D], read=[C])
+    chain = store.chain(batch, update=[D], read=[C], write_back=True)
     if chain is None:
         raise RuntimeError("three frames are enough")
     chain.kernel(Kernel.COPY, pack_copy(chain.address(D), chain.address(C), 1000))
-    chain.close(write_back=True)
+    chain.close()
     bench.run(batch)
     expected = {A: bench.content(A, seed=6), B: bench.content(B, seed=5), C: bench.content(C), D: bench.content(C)[:1000]}
     for page, content in expected.items():

@@ -17,6 +17,7 @@ import torch
 from infinity import kernel_args
 from infinity.kernel_args import (
     AccumulateSegment,
+    Check,
     Kernel,
     Segment,
     Simd,
@@ -33,7 +34,7 @@ from infinity.kernel_args import (
 from infinity.native import ffi, lib
 from infinity.optim.adamw import AdamW
 from tests.support import reference
-from tests.support.kernels import Array, address, at_odd_offset, bits, run, run_well
+from tests.support.kernels import Array, address, at_odd_offset, bits, crc32c_by, crc_versions, run, run_well
 
 ABI = Path(__file__).resolve().parents[2] / "native" / "abi.h"
 
@@ -103,19 +104,29 @@ def test_crc32c_has_the_values_of_rfc_3720(data: bytes, crc: int) -> None:
     assert lib.inf_crc32c_table(ffi.from_buffer(data), len(data), 0) == crc
 
 
+@pytest.mark.parametrize("version", crc_versions())
 @pytest.mark.parametrize("offset", [0, 1, 5])
-def test_crc32c_of_hardware_equals_the_table_at_every_length(offset: int) -> None:
+def test_crc32c_of_every_version_equals_the_table_at_every_length(version: int, offset: int) -> None:
     data = np.random.default_rng(0).integers(0, 256, 30_000, dtype=np.uint8)
     start = ffi.cast("void *", address(data) + offset)
-    for nbytes in [*range(300), 767, 768, 769, 1535, 1536, 1537, 4096, 12_287, 12_288, 12_289, 13_056, 24_577, 29_000]:
-        assert lib.inf_crc32c(start, nbytes, 7) == lib.inf_crc32c_table(start, nbytes, 7)
+    lengths = [*range(600), 767, 768, 769, 1023, 1024, 1025, 1535, 1536, 1537, 4096, 12_287, 12_288, 12_289, 13_056, 24_577, 29_000]
+    for nbytes in lengths:
+        for seed in (0, 7, 0xFFFFFFFF):
+            assert crc32c_by(version, start, nbytes, seed) == lib.inf_crc32c_table(start, nbytes, seed)
 
 
-def test_crc32c_continues_from_a_seed() -> None:
+def test_a_version_of_crc32c_that_nobody_knows_is_refused() -> None:
+    for version in (-1, lib.INF_CRC_VERSIONS):
+        assert lib.inf_crc32c_by(version, ffi.new("char[8]"), 8, 0, ffi.new("uint32_t *")) == -errno.EINVAL
+
+
+@pytest.mark.parametrize("version", crc_versions())
+def test_crc32c_continues_from_a_seed(version: int) -> None:
     data = np.random.default_rng(1).integers(0, 256, 20_000, dtype=np.uint8)
     start = ffi.cast("char *", address(data))
     for cut in (0, 1, 4096, 12_345, 20_000):
-        assert lib.inf_crc32c(start + cut, data.size - cut, lib.inf_crc32c(start, cut, 0)) == lib.inf_crc32c(start, data.size, 0)
+        whole = crc32c_by(version, start + cut, data.size - cut, crc32c_by(version, start, cut, 0))
+        assert whole == lib.inf_crc32c_table(start, data.size, 0)
 
 
 def test_the_checksum_kernel_answers_the_crc32c() -> None:
@@ -175,6 +186,7 @@ def test_arguments_that_are_not_aligned_are_refused() -> None:
     [
         (kernel_args._COPY, "inf_copy_args"),
         (kernel_args._CHECKSUM, "inf_checksum_args"),
+        (kernel_args._CHECK, "inf_check"),
         (kernel_args._SLEEP, "inf_sleep_args"),
         (kernel_args._SPLIT, "inf_split_args"),
         (kernel_args._SEGMENTS, "inf_accumulate_args"),
@@ -189,12 +201,13 @@ def test_the_packed_form_has_the_size_of_the_struct(packed: struct.Struct, struc
     assert packed.size == ffi.sizeof(struct_name)
 
 
-@pytest.mark.parametrize(("prefix", "values"), [("INF_KERNEL_", Kernel), ("INF_SIMD_", Simd)])
-def test_the_enums_are_those_of_the_abi(prefix: str, values: type[Kernel] | type[Simd]) -> None:
+@pytest.mark.parametrize(("prefix", "values"), [("INF_KERNEL_", Kernel), ("INF_SIMD_", Simd), ("INF_CHECK_", Check)])
+def test_the_enums_are_those_of_the_abi(prefix: str, values: type[Kernel] | type[Simd] | type[Check]) -> None:
     names = set(re.findall(rf"\b{prefix}([A-Z0-9]+)\b(?=\s*[,=}}])", ABI.read_text()))
     assert names == {value.name for value in values}
     for value in values:
-        assert getattr(lib, prefix + value.name) == value
+        assert getattr(lib, prefix + str(value.name)) == value
+    assert kernel_args.CHECKS_MAX == lib.INF_CHECKS_MAX
 
 
 def test_auto_takes_the_best_variant_of_this_machine() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -125,7 +126,7 @@ class StoreMachine(RuleBasedStateMachine):
             "write back": lambda: self.store.write_back(page, self.batch),
             "evict": lambda: self.store.evict(page),
             "discard": lambda: self.store.discard(page),
-            "chain": lambda: self.store.chain(self.batch, read=[page]),
+            "chain": lambda: self.store.chain(self.batch, read=[page], write_back=True),
         }
         before, n_tasks = [self.store.state(other) for other in PAGES], len(self.batch)
         with pytest.raises(InvariantError):
@@ -133,13 +134,20 @@ class StoreMachine(RuleBasedStateMachine):
         assert [self.store.state(other) for other in PAGES] == before
         assert len(self.batch) == n_tasks
 
-    @rule(choice=choices, delay=delays)
-    def fetch_and_copy_out(self, choice: int, delay: int) -> None:
+    @rule(choice=choices, delay=delays, at_once=st.booleans())
+    def fetch_and_copy_out(self, choice: int, delay: int, at_once: bool) -> None:
         """What a gather does."""
         page = self.pick("fetch", choice)
         if page is not None:
             could = self.store.frames_free + self.store.frames_evictable > 0
-            assert (self.store.fetch(page, self.batch) is not None) == could
+            if at_once:
+                buffer = (ctypes.c_char * self.bench.used_nbytes(page))()
+                assert (self.store.fetch_copied(page, self.batch, ctypes.addressof(buffer)) is not None) == could
+                self.buffers.append(buffer)
+                if could and page not in self.undefined:
+                    self.copies.append((buffer, self.content[page] or b""))
+            else:
+                assert (self.store.fetch(page, self.batch) is not None) == could
         self.copy_out(page if page is not None and self.can("use", page) else self.pick("use", choice), delay)
 
     def copy_out(self, page: PageId | None, delay: int) -> None:
@@ -204,8 +212,21 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.hold(chosen, writing=how == "hold for writing")
                 self.holds.append((chosen, how == "hold for writing"))
 
-    @rule(chosen=page_sets, split=st.tuples(choices, choices), scratch=st.integers(0, 2), write_back=st.booleans(), delay=delays)
-    def chain(self, chosen: list[PageId], split: tuple[int, int], scratch: int, write_back: bool, delay: int) -> None:
+    @rule(
+        chosen=page_sets,
+        split=st.tuples(choices, choices),
+        scratch=st.integers(0, 2),
+        write_back=st.booleans(),
+        delay=delays,
+        covering=st.lists(st.booleans(), min_size=8, max_size=8),
+    )
+    def chain(self, chosen: list[PageId], split: tuple[int, int], scratch: int, write_back: bool, delay: int, covering: list[bool]) -> None:
+        """``covering``: which of the chain's kernels say what they cover."""
+        says = itertools.cycle(covering)
+
+        def covers(*pages: PageId) -> tuple[PageId, ...] | None:
+            return pages if next(says) else None
+
         chosen = [page for page in chosen if self.can("chain", page)]
         first, second = sorted(at % (len(chosen) + 1) for at in split)
         update = [page for page in chosen[:first] if self.readable(page)]
@@ -215,7 +236,7 @@ class StoreMachine(RuleBasedStateMachine):
         n_absent = sum(self.store.state(page) is PageState.ABSENT for page in (*update, *read, *write))
         n_clean = sum(self.store.state(page) is PageState.CLEAN for page in (*update, *read, *write))
         room = self.store.frames_free + self.store.frames_evictable - n_clean
-        chain = self.store.chain(self.batch, update=update, read=read, write=write, scratch=scratch)
+        chain = self.store.chain(self.batch, update=update, read=read, write=write, scratch=scratch, write_back=write_back)
         assert (chain is not None) == (n_absent + scratch <= room)
         if chain is None:
             assert len(self.batch) == n_tasks
@@ -229,15 +250,16 @@ class StoreMachine(RuleBasedStateMachine):
             self.buffers.append(source)
             if scratch:
                 chain.kernel_on_scratch(Kernel.COPY, pack_copy(chain.scratch(0), ctypes.addressof(source), len(content)))
-                chain.kernel(Kernel.COPY, pack_copy(chain.address(page), chain.scratch(0), len(content)))
+                chain.kernel(Kernel.COPY, pack_copy(chain.address(page), chain.scratch(0), len(content)), covers=covers(page))
             else:
-                chain.kernel(Kernel.COPY, pack_copy(chain.address(page), ctypes.addressof(source), len(content)))
+                chain.kernel(Kernel.COPY, pack_copy(chain.address(page), ctypes.addressof(source), len(content)), covers=covers(page))
         for to, source_page in zip(update, [*read, *write], strict=False):
             before, content = self.content[to] or b"", self.content[source_page] or b""
             nbytes = min(len(before), len(content))
-            chain.kernel(Kernel.COPY, pack_copy(chain.address(to), chain.address(source_page), nbytes))
+            args = pack_copy(chain.address(to), chain.address(source_page), nbytes)
+            chain.kernel(Kernel.COPY, args, covers=covers(to, source_page))
             self.content[to] = content[:nbytes] + before[nbytes:]
-        chain.close(write_back=write_back)
+        chain.close()
 
     @rule(how=st.sampled_from(["submit", "submit and poll", "submit and wait", "submit and wait"]))
     def progress(self, how: str) -> None:

@@ -26,6 +26,25 @@ def run_well(kernel: Kernel, args: bytes) -> int:
     return value
 
 
+def crc32c_by(version: int, data: Any, nbytes: int, seed: int) -> int:
+    """By one version (``INF_CRC_...``), which this machine must have."""
+    crc = ffi.new("uint32_t *")
+    assert lib.inf_crc32c_by(version, data, nbytes, seed, crc) == 0
+    return int(crc[0])
+
+
+def crc_versions() -> list[int]:
+    """Those that this machine has, the table aside."""
+    crc = ffi.new("uint32_t *")
+    versions = range(lib.INF_CRC_TABLE + 1, lib.INF_CRC_VERSIONS)
+    return [version for version in versions if lib.inf_crc32c_by(version, ffi.NULL, 0, 0, crc) == 0]
+
+
+def table_crc(array: Array) -> int:
+    """The reference's crc32c of the bytes of an array."""
+    return int(lib.inf_crc32c_table(ffi.cast("void *", address(array)), array.nbytes, 0))
+
+
 def address(array: Array) -> int:
     """Of the first element."""
     return array.ctypes.data

@@ -1,7 +1,7 @@
 """The law: where it runs does not change what it computes. The legs it is tested on, and how one is run.
 
 A leg is one value for each axis. Legs whose axes do not apply are not generated: without a plane on NVMe there is no backend to choose, no
-number of paths and no half of a host budget, and without an offloaded plane there is no host budget at all.
+number of paths, nothing to verify and no half of a host budget, and without an offloaded plane there is no host budget at all.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ PLACEMENTS = tuple(itertools.product(TIERS, TIERS))
 PAGES = (4 << 10, 16 << 10, 64 << 10)
 HOSTS = ("minimum", "half", "all")
 BACKENDS = ("threads", "uring")
+VERIFY = ("write+read", "off")
 PATHS = (1, 2, 3)
 THREADS = (1, 2, 4)
 OVERLAPS = ("deferred", "fused")
@@ -46,6 +47,7 @@ class Leg(NamedTuple):
     page: int
     host: str
     backend: str
+    verify: str
     paths: int | str
     threads: int
     overlap: str
@@ -90,8 +92,9 @@ def legs(*, uring: bool) -> list[Leg]:
         if placement[0] == "none" and device_memory == "minimum":
             continue  # nothing is gathered: the least is all
         n_paths = PATHS if "nvme" in placement else (UNUSED,)
-        for host, backend, paths in itertools.product(hosts, backends, n_paths):
-            found.append(Leg(workload, placement, page, host, backend, paths, threads, overlap, device, device_memory))
+        verify = VERIFY if "nvme" in placement else (UNUSED,)
+        for host, backend, verified, paths in itertools.product(hosts, backends, verify, n_paths):
+            found.append(Leg(workload, placement, page, host, backend, verified, paths, threads, overlap, device, device_memory))
     return found
 
 
@@ -146,6 +149,8 @@ def _run(leg: Leg, paths: list[Path]) -> runs.Outcome:
         threads=leg.threads,
         device_memory="128MiB",
     )
+    if leg.verify != UNUSED:
+        config["verify"] = leg.verify
     if leg.device_memory == "minimum":
         config = runs.with_device(config, runs.least_device_bytes(work.make, config, leg.device))
     if leg.host != UNUSED:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from infinity.errors import BudgetError, InvariantError, KernelError
-from infinity.kernel_args import Kernel, pack_copy, pack_sleep
+from infinity.errors import BudgetError, CorruptPageError, InvariantError, KernelError
+from infinity.kernel_args import CHECKS_MAX, Kernel, pack_copy, pack_sleep
 from infinity.layout import PageId
+from infinity.native import crc32c
 from infinity.residency import PageState
 from infinity.store import PageStore, Rest
 from infinity.task_queue import Batch
@@ -49,6 +50,29 @@ def buffer_address(buffer: bytearray) -> int:
 def slow(microseconds: int = 200_000) -> tuple[int, bytes]:
     """A kernel that takes a while."""
     return int(Kernel.SLEEP), pack_sleep(microseconds)
+
+
+def corrupt(bench: StoreBench, page: PageId) -> None:
+    """Flip the last bit of a page at rest; page 0 of space 0 has slot 0, and so on."""
+    assert bench.backing is not None
+    fd, offset = bench.backing.place(page.index)
+    at = offset + bench.used_nbytes(page) - 1
+    with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x80]))
+
+
+def assert_names(error: CorruptPageError, bench: StoreBench, page: PageId) -> None:
+    """The error says which page, where it is, and both checksums."""
+    assert bench.backing is not None
+    assert (error.page, error.path, error.offset) == (bench.store.name(page), bench.backing.path(page.index), page.index * PAGE_NBYTES)
+    assert error.nbytes == bench.used_nbytes(page)
+    content = bytearray(bench.content(page))
+    assert error.expected == crc32c(content)
+    content[-1] ^= 0x80
+    assert error.found == crc32c(content)
 
 
 # ---- the start ----
@@ -256,7 +280,7 @@ def test_a_held_page_is_neither_evicted_nor_chained_nor_discarded(bench: StoreBe
     for attempt in (
         lambda: bench.store.evict(A),
         lambda: bench.store.discard(A),
-        lambda: bench.store.chain(Batch(), update=[A]),
+        lambda: bench.store.chain(Batch(), update=[A], write_back=True),
     ):
         with pytest.raises(InvariantError, match="is held"):
             attempt()
@@ -353,7 +377,7 @@ def test_a_discarded_page_is_not_read_again(gradients: StoreBench) -> None:
     with pytest.raises(InvariantError, match="no content"):
         gradients.store.fetch(page, Batch())
     with pytest.raises(InvariantError, match="no content"):
-        gradients.store.chain(Batch(), read=[page])
+        gradients.store.chain(Batch(), read=[page], write_back=True)
     with pytest.raises(InvariantError, match="no content"):
         gradients.store.read_page(page)
 
@@ -363,15 +387,216 @@ def test_a_page_that_rests_in_its_frame_is_not_discarded(tmp_path: Path) -> None
         bench.store.discard(A)
 
 
+# ---- checks made by the kernel that works on the page ----
+
+
+def test_a_fetched_page_is_checked_by_its_copy_and_by_nothing_else(bench: StoreBench) -> None:
+    before = bench.queue.stats().kernels
+    buffer = bytearray(PAGE_NBYTES)
+    batch = Batch()
+    handle = bench.store.fetch_copied(A, batch, buffer_address(buffer))
+    assert handle is not None
+    assert bench.store.after(A) == (handle,)
+    bench.run(batch)
+    assert bytes(buffer) == bench.content(A) == bench.store.read_page(A)
+    assert bench.store.state(A) is PageState.CLEAN
+    assert bench.queue.stats().kernels - before == 1
+
+
+def test_a_copy_of_the_tail_page_copies_its_used_bytes(bench: StoreBench) -> None:
+    buffer = bytearray(PAGE_NBYTES)
+    batch = Batch()
+    bench.store.fetch_copied(D, batch, buffer_address(buffer))
+    bench.run(batch)
+    assert bytes(buffer) == bench.content(D) + bytes(PAGE_NBYTES - len(bench.content(D)))
+
+
+@pytest.mark.parametrize("page", [B, D])
+def test_a_page_whose_copy_finds_a_flipped_bit_is_absent_and_can_be_tried_again(bench: StoreBench, page: PageId) -> None:
+    corrupt(bench, page)
+    buffer = bytearray(PAGE_NBYTES)
+    for _ in range(2):
+        batch = Batch()
+        bench.store.fetch_copied(page, batch, buffer_address(buffer))
+        with pytest.raises(CorruptPageError) as caught:
+            bench.run(batch)
+        assert_names(caught.value, bench, page)
+        assert bench.store.state(page) is PageState.ABSENT
+        assert bench.store.frames_free == 3
+    corrupt(bench, page)  # once more, and it is right again
+    bench.store.fetch_copied(page, batch, buffer_address(buffer))
+    bench.run(batch)
+    assert bytes(buffer[: bench.used_nbytes(page)]) == bench.content(page)
+
+
+def test_tasks_that_read_a_page_come_after_the_copy_that_checks_it(bench: StoreBench) -> None:
+    corrupt(bench, A)
+    first, second = bytearray(PAGE_NBYTES), bytearray(PAGE_NBYTES)
+    batch = Batch()
+    bench.store.fetch_copied(A, batch, buffer_address(first))
+    args = pack_copy(buffer_address(second), bench.store.address(A), PAGE_NBYTES)
+    bench.store.use(A, batch.kernel(Kernel.COPY, args, bench.store.after(A)))
+    with pytest.raises(CorruptPageError):
+        bench.run(batch)
+    assert bytes(second) == bytes(PAGE_NBYTES)
+
+
+def test_fetch_copied_gives_none_and_changes_nothing_when_no_frame_can_be_had(bench: StoreBench) -> None:
+    for page in (A, B, C):
+        bench.fetch(page)
+        bench.store.hold(page)
+    batch = Batch()
+    assert bench.store.fetch_copied(D, batch, 0) is None
+    assert len(batch) == 0
+    for page in (A, B, C):
+        bench.store.unhold(page)
+
+
+def test_without_verification_a_page_is_there_before_its_copy_has_ended(tmp_path: Path) -> None:
+    with store_bench(tmp_path, n_frames=2, verify=False) as bench:
+        bench.fill()
+        buffer = bytearray(PAGE_NBYTES)
+        batch = Batch()
+        copy = bench.store.fetch_copied(A, batch, buffer_address(buffer))
+        assert copy is not None
+        assert bench.store.after(A) != (copy,)
+        bench.run(batch)
+        assert bytes(buffer) == bench.content(A)
+        assert bench.queue.stats().kernels == 1
+
+
+def test_a_kernel_that_covers_its_pages_is_the_only_one(bench: StoreBench) -> None:
+    before = bench.queue.stats().kernels
+    batch = Batch()
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
+    assert chain is not None
+    chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES), covers=(A, B))
+    chain.close()
+    bench.run(batch)
+    assert bench.queue.stats().kernels - before == 1
+    assert bench.at_rest(A) == bench.content(B)
+    bench.store.evict(A)
+    bench.fetch(A)  # with the checksum that the kernel took
+    assert bench.store.read_page(A) == bench.content(B)
+
+
+@pytest.mark.parametrize("page", [A, B])
+def test_a_flipped_bit_in_a_covered_page_ends_the_chain_and_nothing_is_written(bench: StoreBench, page: PageId) -> None:
+    corrupt(bench, page)
+    at_rest = bench.at_rest(A)
+    batch = Batch()
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
+    assert chain is not None
+    chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES), covers=(A, B))
+    chain.close()
+    with pytest.raises(CorruptPageError) as caught:
+        bench.run(batch)
+    assert_names(caught.value, bench, page)
+    assert chain.failed
+    assert bench.at_rest(A) == at_rest
+    assert bench.store.state(A) is bench.store.state(B) is PageState.CHAINED
+
+
+def test_a_page_that_no_kernel_covers_is_checked_before_the_chain_writes(bench: StoreBench) -> None:
+    corrupt(bench, B)
+    batch = Batch()
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
+    assert chain is not None
+    buffer = bytearray(b"\1" * PAGE_NBYTES)
+    chain.kernel(Kernel.COPY, pack_copy(chain.address(A), buffer_address(buffer), PAGE_NBYTES), covers=(A,))
+    chain.close()
+    with pytest.raises(CorruptPageError) as caught:
+        bench.run(batch)
+    assert_names(caught.value, bench, B)
+    assert bench.at_rest(A) == bench.content(A)
+
+
+def test_a_kernel_that_may_touch_any_page_comes_after_the_checks_of_all(bench: StoreBench) -> None:
+    corrupt(bench, B)
+    buffer = bytearray(PAGE_NBYTES)
+    batch = Batch()
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
+    assert chain is not None
+    chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(A), 0), covers=(A,))
+    chain.kernel(Kernel.COPY, pack_copy(buffer_address(buffer), chain.address(B), PAGE_NBYTES))
+    chain.close()
+    with pytest.raises(CorruptPageError):
+        bench.run(batch)
+    assert bytes(buffer) == bytes(PAGE_NBYTES)
+
+
+def test_a_checksum_is_taken_anew_when_a_later_kernel_may_have_changed_the_page(bench: StoreBench) -> None:
+    before = bench.queue.stats().kernels
+    batch = Batch()
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
+    assert chain is not None
+    chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), 100), covers=(A, B))
+    chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
+    chain.close()
+    bench.run(batch)
+    assert bench.queue.stats().kernels - before == 3
+    bench.store.evict(A)
+    bench.fetch(A)
+    assert bench.store.read_page(A) == bench.content(B)
+
+
+def test_the_last_of_several_kernels_that_cover_a_page_says_what_its_checksum_is(bench: StoreBench) -> None:
+    batch = Batch()
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
+    assert chain is not None
+    chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), 100), covers=(A, B))
+    chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES), covers=(A, B))
+    chain.kernel(*slow(1), covers=())
+    chain.close()
+    bench.run(batch)
+    bench.store.evict(A)
+    bench.fetch(A)
+    assert bench.store.read_page(A) == bench.content(B)
+
+
+def test_a_chain_that_does_not_write_takes_no_checksum(bench: StoreBench) -> None:
+    batch = Batch()
+    chain = bench.store.chain(batch, update=[A], write_back=False)
+    assert chain is not None
+    chain.kernel(Kernel.COPY, pack_copy(0, 0, 0), covers=(A,))
+    chain.close()
+    bench.run(batch)
+    assert bench.store.state(A) is PageState.DIRTY
+    bench.poke(A, bench.content(A, seed=1))
+    bench.store.write_back(A, batch)
+    bench.run(batch)
+    bench.store.evict(A)
+    bench.fetch(A)
+    assert bench.store.read_page(A) == bench.content(A, seed=1)
+
+
+def test_more_pages_than_a_kernel_can_check_are_checked_by_tasks_of_their_own(tmp_path: Path) -> None:
+    n_pages = CHECKS_MAX + 1
+    with store_bench(tmp_path, n_frames=n_pages, page_count=n_pages) as bench:
+        bench.fill()
+        pages = list(bench.pages())
+        before = bench.queue.stats().kernels
+        batch = Batch()
+        chain = bench.store.chain(batch, update=pages, write_back=True)
+        assert chain is not None
+        chain.kernel(Kernel.COPY, pack_copy(0, 0, 0), covers=pages)
+        chain.close()
+        bench.run(batch)
+        assert bench.queue.stats().kernels - before == n_pages + 1 + n_pages + 1
+        for page in pages:
+            bench.store.evict(page)
+            bench.fetch(page)
+
+
 # ---- chains ----
 
 
 def test_a_chain_reads_updates_and_writes_back(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A], read=[B])
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
     assert chain is not None
     chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
-    chain.close(write_back=True)
+    chain.close()
     assert bench.store.state(A) is bench.store.state(B) is PageState.CHAINED
     bench.run(batch)
     assert bench.store.state(A) is bench.store.state(B) is PageState.CLEAN
@@ -381,10 +606,10 @@ def test_a_chain_reads_updates_and_writes_back(bench: StoreBench) -> None:
 
 def test_a_chain_that_does_not_write_back_leaves_its_pages_dirty(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A], read=[B])
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=False)
     assert chain is not None
     chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
-    chain.close(write_back=False)
+    chain.close()
     bench.run(batch)
     assert bench.store.state(A) is PageState.DIRTY
     assert bench.store.state(B) is PageState.CLEAN
@@ -396,9 +621,9 @@ def test_a_dirty_page_that_a_chain_reads_is_dirty_again_afterwards(bench: StoreB
     bench.fetch(B)
     bench.store.mark_dirty(B)
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A], read=[B])
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
     assert chain is not None
-    chain.close(write_back=True)
+    chain.close()
     bench.run(batch)
     assert bench.store.state(B) is PageState.DIRTY
 
@@ -406,10 +631,10 @@ def test_a_dirty_page_that_a_chain_reads_is_dirty_again_afterwards(bench: StoreB
 def test_a_page_that_a_chain_overwrites_is_not_read(bench: StoreBench) -> None:
     before = bench.queue.stats().reads
     batch = Batch()
-    chain = bench.store.chain(batch, write=[A], read=[B])
+    chain = bench.store.chain(batch, write=[A], read=[B], write_back=True)
     assert chain is not None
     chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
-    chain.close(write_back=True)
+    chain.close()
     bench.run(batch)
     assert bench.queue.stats().reads - before == 1
     assert bench.at_rest(A) == bench.content(B)
@@ -419,10 +644,10 @@ def test_pages_that_rest_in_frames_end_a_chain_dirty(tmp_path: Path) -> None:
     with store_bench(tmp_path, n_frames=5, rests=(Rest.FRAME,), with_backing=False) as bench:
         bench.fill()
         batch = Batch()
-        chain = bench.store.chain(batch, update=[A, B])
+        chain = bench.store.chain(batch, update=[A, B], write_back=True)
         assert chain is not None
         chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
-        chain.close(write_back=True)
+        chain.close()
         bench.run(batch)
         assert bench.store.state(A) is PageState.DIRTY
         assert bench.store.read_page(A) == bench.content(B)
@@ -433,7 +658,7 @@ def test_a_chain_that_is_short_of_frames_changes_nothing(bench: StoreBench) -> N
     bench.fetch(A)
     bench.store.hold(A)
     batch = Batch()
-    assert bench.store.chain(batch, update=[B, C], scratch=1) is None
+    assert bench.store.chain(batch, update=[B, C], scratch=1, write_back=True) is None
     assert len(batch) == 0
     assert bench.store.state(B) is bench.store.state(C) is PageState.ABSENT
     assert bench.store.frames_free == 2
@@ -442,23 +667,23 @@ def test_a_chain_that_is_short_of_frames_changes_nothing(bench: StoreBench) -> N
 def test_a_chain_does_not_count_its_own_clean_pages_as_room(bench: StoreBench) -> None:
     for page in (A, B, C):
         bench.fetch(page)
-    assert bench.store.chain(Batch(), update=[A, B, C], scratch=1) is None
+    assert bench.store.chain(Batch(), update=[A, B, C], scratch=1, write_back=True) is None
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A, B], scratch=1)
+    chain = bench.store.chain(batch, update=[A, B], scratch=1, write_back=True)
     assert chain is not None
     assert bench.store.state(C) is PageState.ABSENT
-    chain.close(write_back=True)
+    chain.close()
     bench.run(batch)
 
 
 def test_scratch_frames_come_back_when_the_chain_ends(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, scratch=2)
+    chain = bench.store.chain(batch, scratch=2, write_back=True)
     assert chain is not None
     assert chain.scratch(0) != chain.scratch(1)
     assert bench.store.frames_free == 1
     chain.kernel_on_scratch(*slow(1000))
-    chain.close(write_back=True)
+    chain.close()
     ids = bench.submit(batch)
     bench.store.check()
     bench.finish(ids)
@@ -469,11 +694,11 @@ def test_a_kernel_on_scratch_does_not_wait_for_the_pages(bench: StoreBench) -> N
     bench.fetch(A)
     batch = Batch()
     bench.store.use(A, batch.kernel(*slow()))
-    chain = bench.store.chain(batch, update=[A], scratch=1)
+    chain = bench.store.chain(batch, update=[A], scratch=1, write_back=False)
     assert chain is not None
     chain.kernel_on_scratch(Kernel.COPY, pack_copy(chain.scratch(0), chain.scratch(0), PAGE_NBYTES))
     chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.scratch(0), PAGE_NBYTES))
-    chain.close(write_back=False)
+    chain.close()
     ids = bench.submit(batch)
     bench.queue.wait(ids)
     completions = bench.queue.poll()
@@ -483,21 +708,21 @@ def test_a_kernel_on_scratch_does_not_wait_for_the_pages(bench: StoreBench) -> N
 
 def test_a_kernel_comes_after_the_kernels_on_scratch(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A], read=[B], scratch=1)
+    chain = bench.store.chain(batch, update=[A], read=[B], scratch=1, write_back=True)
     assert chain is not None
     chain.kernel_on_scratch(*slow())
     chain.kernel(Kernel.COPY, pack_copy(chain.scratch(0), chain.address(B), PAGE_NBYTES))
     chain.kernel_on_scratch(Kernel.COPY, pack_copy(chain.address(A), chain.scratch(0), PAGE_NBYTES))
-    chain.close(write_back=True)
+    chain.close()
     bench.run(batch)
     assert bench.at_rest(A) == bench.content(B)
 
 
 def test_the_last_task_of_a_chain_ends_after_all_its_writes(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A, B, C])
+    chain = bench.store.chain(batch, update=[A, B, C], write_back=True)
     assert chain is not None
-    last = chain.close(write_back=True)
+    last = chain.close()
     first_id = bench.submit(batch)[0]
     bench.queue.wait([first_id - 1 - last])
     bench.store.settle(bench.queue.poll())
@@ -507,34 +732,34 @@ def test_the_last_task_of_a_chain_ends_after_all_its_writes(bench: StoreBench) -
 def test_a_chained_page_is_not_fetched_held_dirtied_or_chained_again(bench: StoreBench) -> None:
     bench.fetch(A)
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A])
+    chain = bench.store.chain(batch, update=[A], write_back=True)
     assert chain is not None
     for attempt in (
         lambda: bench.store.fetch(A, batch),
         lambda: bench.store.hold(A),
         lambda: bench.store.mark_dirty(A),
-        lambda: bench.store.chain(batch, read=[A]),
+        lambda: bench.store.chain(batch, read=[A], write_back=True),
         lambda: bench.store.evict(A),
         lambda: bench.store.discard(A),
     ):
         with pytest.raises(InvariantError):
             attempt()
-    chain.close(write_back=True)
+    chain.close()
     bench.run(batch)
 
 
 def test_a_page_named_twice_in_a_chain_is_refused(bench: StoreBench) -> None:
     with pytest.raises(InvariantError, match="twice"):
-        bench.store.chain(Batch(), update=[A], read=[A])
+        bench.store.chain(Batch(), update=[A], read=[A], write_back=True)
 
 
 def test_a_chain_is_closed_once(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A])
+    chain = bench.store.chain(batch, update=[A], write_back=True)
     assert chain is not None
-    chain.close(write_back=True)
+    chain.close()
     with pytest.raises(InvariantError, match="once"):
-        chain.close(write_back=True)
+        chain.close()
     bench.run(batch)
 
 
@@ -542,11 +767,11 @@ def test_an_object_that_a_chain_keeps_lives_until_it_ends(bench: StoreBench) -> 
     memory = Memory()
     gone = weakref.ref(memory)
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A])
+    chain = bench.store.chain(batch, update=[A], write_back=True)
     assert chain is not None
     chain.keep(memory)
     del memory
-    chain.close(write_back=True)
+    chain.close()
     ids = bench.submit(batch)
     assert gone() is not None
     bench.finish(ids)
@@ -557,10 +782,10 @@ def test_a_chain_whose_kernel_fails_leaves_its_pages_chained_and_the_error_known
     with store_bench(tmp_path, n_frames=3) as bench:
         bench.fill()
         batch = Batch()
-        chain = bench.store.chain(batch, update=[A], scratch=1)
+        chain = bench.store.chain(batch, update=[A], scratch=1, write_back=True)
         assert chain is not None
         chain.kernel(Kernel.SLEEP, pack_sleep(0, -errno.EINVAL))
-        chain.close(write_back=True)
+        chain.close()
         with pytest.raises(KernelError) as caught:
             bench.run(batch)
         assert bench.store.state(A) is PageState.CHAINED
@@ -587,10 +812,10 @@ def test_tasks_that_read_a_page_come_after_its_fetch(bench: StoreBench) -> None:
 
 def test_tasks_that_read_a_chained_page_come_after_its_last_kernel_but_not_its_write(bench: StoreBench) -> None:
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A])
+    chain = bench.store.chain(batch, update=[A], write_back=True)
     assert chain is not None
     handle = chain.kernel(*slow(0))
-    chain.close(write_back=True)
+    chain.close()
     assert bench.store.after(A) == (handle,)
     bench.run(batch)
 
@@ -686,10 +911,10 @@ def test_a_page_in_flight_is_waited_for(bench: StoreBench) -> None:
     bench.store.write_page(A, bench.content(A, seed=2))
     assert bench.store.read_page(A) == bench.content(A, seed=2)
     batch = Batch()
-    chain = bench.store.chain(batch, update=[A], read=[B])
+    chain = bench.store.chain(batch, update=[A], read=[B], write_back=True)
     assert chain is not None
     chain.kernel(Kernel.COPY, pack_copy(chain.address(A), chain.address(B), PAGE_NBYTES))
-    chain.close(write_back=True)
+    chain.close()
     bench.submit(batch)
     assert bench.store.read_page(A) == bench.content(B)
 
