@@ -131,6 +131,7 @@ class Engine:
                 stall_s=aio.stall_s,
             )
             if budgets.n_slots:
+                self._queue.add_memory(self._frames.base_address, self._frames.nbytes)
                 self._backing = NvmeBacking(
                     self._files,
                     self.config.nvme_paths,

@@ -499,16 +499,11 @@ extern "C" {
 int inf_queue_open(inf_files *files, const inf_queue_options *options, inf_queue **queue) {
     *queue = nullptr;
     inf_queue_options o = *options;
-    if (o.backend < INF_BACKEND_AUTO || o.backend > INF_BACKEND_LIBAIO) return -EINVAL;
+    if (o.backend < INF_BACKEND_THREADS || o.backend > INF_BACKEND_LIBAIO) return -EINVAL;
     if (o.depth == 0 || o.depth > kDepthMax || o.block_nbytes == 0) return -EINVAL;
     if (o.n_paths == 0 || o.n_paths > INF_PATHS_MAX || o.in_flight_nbytes == 0) return -EINVAL;
     if (o.workers == 0 || o.workers > kThreadsMax || o.io_threads == 0 || o.io_threads > kThreadsMax) return -EINVAL;
     if (o.block_nbytes > kRequestNbytesMax) o.block_nbytes = kRequestNbytesMax;
-    if (o.backend == INF_BACKEND_AUTO) {
-        o.backend = INF_BACKEND_URING;
-        if (inf_queue_open(files, &o, queue) == 0) return 0;
-        o.backend = INF_BACKEND_THREADS;
-    }
     std::unique_ptr<inf_queue> opened(new (std::nothrow) inf_queue(files, o));
     if (!opened) return -ENOMEM;
     if (const int error = opened->open(o.backend)) return error;
