@@ -26,7 +26,7 @@ from rich.table import Table
 from infinity.cli.config_text import replace_text, with_block
 from infinity.cli.outcome import EXIT_INTERRUPTED
 from infinity.config import KEYS, load_config
-from infinity.doctor.software import probe_backends
+from infinity.doctor.software import probes
 from infinity.errors import ConfigError, ConfigProblem, InfinityError, OptionsError
 from infinity.io_bench import Bench, Case, Direction
 from infinity.io_tune import CONFIDENCE, Margin, Search, Setting, Trial, Verdict, grid, judge
@@ -160,7 +160,7 @@ def check(options: Options) -> Plan:
     blocks = each("--block-size", options.block_size, lambda text: _checked("block_size", parse_bytes(text)))
     depths = each("--queue-depth", options.queue_depth, lambda text: _checked("queue_depth", _whole(text)))
     threads = each("--threads", options.threads, lambda text: _checked("intra_op_parallelism", _whole(text)))
-    working = [name for name, why in probe_backends().items() if why is None]
+    working = [name for name, probe in probes().items() if probe.works]
     backends = each("--backend", options.backend or ",".join(working), _backend)
     budget = each("--budget", options.budget, _seconds)
     problems += _problems_of_files(options)
@@ -195,11 +195,11 @@ def _seconds(text: str) -> float:
 
 
 def _backend(text: str) -> str:
-    probed = probe_backends()
-    if text not in probed:
-        raise ValueError(f"{text!r} is not one of {', '.join(probed)}")
-    if probed[text] is not None:
-        raise ValueError(f"{text!r} does not work here: {probed[text]}. infinity doctor says what to do.")
+    probe = probes().get(text)
+    if probe is None:
+        raise ValueError(f"{text!r} is not one of {', '.join(probes())}")
+    if not probe.works:
+        raise ValueError(f"{text!r} does not work here: {probe.reason}. {probe.remedy}")
     return text
 
 
