@@ -30,6 +30,8 @@ TESTS = (
     "tests/fault/test_store_faults.py",
     "tests/unit/tiers",
     "tests/native/test_kernels.py",
+    "tests/native/test_checks.py",
+    "tests/native/test_queue_order.py",
     "tests/property/test_task_queue.py",
     "tests/fault/test_every_operation.py",
 )
