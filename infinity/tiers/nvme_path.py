@@ -55,7 +55,13 @@ def check_paths(paths: Sequence[str | os.PathLike[str]]) -> list[str | None]:
     for path in paths:
         problem = check_path(path)
         if problem is None:
-            status = os.stat(path)
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                problems.append(
+                    f"{os.fspath(path)} cannot be looked at: {error.strerror}. Check the file system, or name another directory."
+                )
+                continue
             first = seen.setdefault((status.st_dev, status.st_ino), os.fspath(path))
             if first != os.fspath(path):
                 problem = f"{os.fspath(path)} is the same directory as {first}. Name each once."
@@ -75,8 +81,12 @@ def check_path(path: str | os.PathLike[str]) -> str | None:
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.unlink(name)
-            if os.write(fd, bytes(_WRITE_TEST_NBYTES)) < _WRITE_TEST_NBYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            left = memoryview(bytes(_WRITE_TEST_NBYTES))
+            while left:  # the write after a short one says what stops it
+                written = os.write(fd, left)
+                if written == 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                left = left[written:]
         finally:
             os.close(fd)
     except OSError as error:
@@ -86,7 +96,11 @@ def check_path(path: str | os.PathLike[str]) -> str | None:
             errno.EROFS: "Mount it writable",
             errno.ENOSPC: "Free some space",
             errno.EDQUOT: "Raise the disk quota",
+            errno.EFBIG: "Raise the limit of file sizes (RLIMIT_FSIZE: ulimit -f)",
+            errno.EMFILE: "Raise the limit of open files (RLIMIT_NOFILE: ulimit -n)",
         }.get(error.errno or 0, "Check the file system")
+        with contextlib.suppress(OSError):  # what could not be unlinked at first
+            os.unlink(name)
         return f"{directory} cannot be written: {os.strerror(error.errno or 0)}. {fix}, or name another directory."
     return None
 
@@ -299,6 +313,8 @@ def _make_directory(parent: str) -> tuple[str, int]:
             _alive.discard(path)
             if error.errno == errno.ENOENT and os.path.isdir(parent):
                 continue  # another start took it for a leftover, in the instant before it was locked
+            with contextlib.suppress(OSError):  # it was made, and could not be opened
+                os.rmdir(path)
             raise IoError("mkdir", path, 0, 0, error.errno or errno.EIO) from error
         try:
             fcntl.fcntl(fd, fcntl.F_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
