@@ -276,18 +276,21 @@ class Files:
 class Batch:
     """Tasks to be handed over in one call.
 
+    A task has the priority that it is given, else ``priority`` of the batch, else WRITE_BACK if it is a write or a flush, else DEMAND.
     Order: each method returns a handle, ``-1 - index``; ``after`` takes handles of this batch and ids of tasks already submitted. After
     ``first = queue.submit(batch)`` the task with handle h has the id ``first - 1 - h``, and the batch is empty again.
     Memory: borrows nothing; what an address names belongs to the queue from submit to completion.
     """
 
-    __slots__ = ("_after", "_args", "_last", "_tasks")
+    __slots__ = ("_after", "_args", "_last", "_priority", "_priority_of_writes", "_tasks")
 
-    def __init__(self) -> None:
+    def __init__(self, priority: Priority | None = None) -> None:
         self._tasks = bytearray()
         self._after = array("q")
         self._args = bytearray()
         self._last = 0
+        self._priority = Priority.DEMAND if priority is None else priority
+        self._priority_of_writes = Priority.WRITE_BACK if priority is None else priority
 
     def __len__(self) -> int:
         return -self._last
@@ -305,21 +308,19 @@ class Batch:
         for op, fd, offset, nbytes, address, kernel, _, _, begin, count, priority, _ in _TASK.iter_unpack(self._tasks):
             yield _OP_NAMES[op], fd, offset, nbytes, address, kernel, priority, after[begin : begin + count]
 
-    def read(self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = (), priority: Priority = Priority.DEMAND) -> int:
+    def read(self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = (), priority: Priority | None = None) -> int:
         """File to memory. At the end of the file the status is ``-ENODATA``."""
-        return self._add(_READ, fd, offset, nbytes, address, after, priority)
+        return self._add(_READ, fd, offset, nbytes, address, after, self._priority if priority is None else priority)
 
-    def write(
-        self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = (), priority: Priority = Priority.WRITE_BACK
-    ) -> int:
+    def write(self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = (), priority: Priority | None = None) -> int:
         """Memory to file."""
-        return self._add(_WRITE, fd, offset, nbytes, address, after, priority)
+        return self._add(_WRITE, fd, offset, nbytes, address, after, self._priority_of_writes if priority is None else priority)
 
-    def flush(self, fd: int, after: Iterable[int] = (), priority: Priority = Priority.WRITE_BACK) -> int:
+    def flush(self, fd: int, after: Iterable[int] = (), priority: Priority | None = None) -> int:
         """``fdatasync`` of ``fd``; covers the writes it depends on."""
-        return self._add(_FLUSH, fd, 0, 0, 0, after, priority)
+        return self._add(_FLUSH, fd, 0, 0, 0, after, self._priority_of_writes if priority is None else priority)
 
-    def kernel(self, kernel_id: int, args: bytes, after: Iterable[int] = (), priority: Priority = Priority.DEMAND) -> int:
+    def kernel(self, kernel_id: int, args: bytes, after: Iterable[int] = (), priority: Priority | None = None) -> int:
         """A native kernel on a worker thread; ``args`` is its struct of arguments, copied here."""
         links = self._after
         begin = len(links)
@@ -331,7 +332,8 @@ class Batch:
         blob += args
         if nbytes & 7:
             blob += b"\0" * (8 - (nbytes & 7))
-        self._tasks += _pack_task(_KERNEL, -1, 0, 0, 0, kernel_id, nbytes, at, begin, len(links) - begin, priority, 0)
+        urgency = self._priority if priority is None else priority
+        self._tasks += _pack_task(_KERNEL, -1, 0, 0, 0, kernel_id, nbytes, at, begin, len(links) - begin, urgency, 0)
         self._last -= 1
         return self._last
 
@@ -449,6 +451,12 @@ class TaskQueue:
         view = ffi.from_buffer("uint64_t[]", wanted)
         n = len(wanted)
         self._until(lambda ms: int(call(handle, view, n, ms)), f"wait for {n} tasks", lambda: wanted, timeout_s)
+
+    def promote(self, ids: Iterable[int]) -> None:
+        """These tasks and everything that they depend on become DEMAND, as if they were waited for. Never waits."""
+        handle = self._open_handle()
+        wanted = array("Q", ids)
+        lib.inf_queue_promote(handle, ffi.from_buffer("uint64_t[]", wanted), len(wanted))
 
     def cancel(self, ids: Iterable[int] | None = None) -> None:
         """What is not begun of these tasks (None: of all) ends with ``ECANCELED``, a task that depends on others after them; kernels

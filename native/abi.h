@@ -156,6 +156,8 @@ int inf_queue_poll(inf_queue *queue, inf_completion *completions, uint32_t max);
 int inf_queue_wait(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms);
 /* The same until at least one of them is complete (0 ids: at once). */
 int inf_queue_wait_any(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms);
+/* The tasks of `ids` that are not complete, and everything that they depend on, become INF_DEMAND. */
+int inf_queue_promote(inf_queue *queue, const uint64_t *ids, uint32_t n_ids);
 /* Tasks not begun end with -ECANCELED, those that depend on others when these have ended; of transfers begun no further request is
  * handed over; a kernel that runs goes on. No ids: all tasks. Ids that are complete or unknown are fine. */
 int inf_queue_cancel(inf_queue *queue, const uint64_t *ids, uint32_t n_ids);

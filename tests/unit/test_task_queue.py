@@ -20,7 +20,7 @@ import pytest
 from infinity.errors import EngineClosedError, StallError
 from infinity.faults import Fault
 from infinity.native import check, crc32c, ffi
-from infinity.task_queue import Backend, Batch, FileOp, Files, TaskQueue, probe_backends
+from infinity.task_queue import Backend, Batch, FileOp, Files, Priority, TaskQueue, probe_backends
 from tests.support.queues import REFUSALS, SLEEP, WORKING_BACKENDS, Memory, finish, opened, sleep_args
 
 
@@ -119,6 +119,20 @@ def test_dependencies_are_taken_from_any_iterable(queue: TaskQueue) -> None:
     for after in ((first,), [first], {first}, iter([first])):
         batch.kernel(SLEEP, sleep_args(), after)
     assert [c.status for c in finish(queue, queue.submit(batch), 5)][1:] == [-errno.ECANCELED] * 4
+
+
+def test_tasks_have_their_own_priority_or_that_of_their_batch_or_what_suits_their_kind() -> None:
+    def priorities(batch: Batch, *given: Priority) -> list[int]:
+        batch.read(0, 0, 1, 0, (), *given)
+        batch.write(0, 0, 1, 0, (), *given)
+        batch.flush(0, (), *given)
+        batch.kernel(SLEEP, b"", (), *given)
+        tasks = ffi.from_buffer("inf_task[]", batch._tasks)
+        return [tasks[i].priority for i in range(4)]
+
+    assert priorities(Batch()) == [Priority.DEMAND, Priority.WRITE_BACK, Priority.WRITE_BACK, Priority.DEMAND]
+    assert priorities(Batch(Priority.PREFETCH)) == [Priority.PREFETCH] * 4
+    assert priorities(Batch(Priority.PREFETCH), Priority.DEMAND) == [Priority.DEMAND] * 4
 
 
 # ---- TaskQueue ----
