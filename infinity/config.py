@@ -96,7 +96,7 @@ class AioBlock(_Block):
     queue_depth: int
     in_flight: int
     intra_op_parallelism: int
-    backend: Literal["auto", "uring", "threads"]
+    backend: Literal["auto", "uring", "libaio", "threads"]
     direct_io: Literal["auto", "required"]
     path_weights: tuple[float, ...] | Literal["auto"]
     stall_s: float
@@ -869,7 +869,7 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "aio.backend",
-        Choice(("auto", "uring", "threads"), later=("libaio",)),
+        Choice(("auto", "uring", "libaio", "threads")),
         "auto",
         BUILT,
         "what moves the bytes; auto: the best that works",

@@ -85,6 +85,7 @@ class Engine:
         seed: int = 0,
     ) -> None:
         self._closed = False
+        self._released = False
         self.module = model
         self.config = load_config(config, check_paths=check_paths)
         self.comm = open_comm()
@@ -131,6 +132,7 @@ class Engine:
                 stall_s=aio.stall_s,
             )
             if budgets.n_slots:
+                self._queue.add_memory(self._frames.base_address, self._frames.nbytes)
                 self._backing = NvmeBacking(
                     self._files,
                     self.config.nvme_paths,
@@ -491,6 +493,7 @@ class Engine:
     def close(self) -> None:
         """Gives the trained weights back as ordinary tensors, if they fit ``memory.host``, and everything else to the system."""
         if self._closed:
+            self._release_resources()  # does something where an earlier call was interrupted, or the queue stood still
             return
         failed = self.state is EngineState.FAILED
         self._closed = True
@@ -503,8 +506,12 @@ class Engine:
             if self._hooks is not None:
                 self._hooks.close_pairs()
                 self._hooks.detach()
+            failed = failed or self._flight.failure is not None
+            if failed and self._queue is not None:
+                with contextlib.suppress(EngineClosedError):  # in a forked child it is not ours
+                    self._queue.cancel()  # nobody wants what was not begun
             try:
-                self._give_back(failed=failed or self._flight.failure is not None)
+                self._give_back(failed=failed)
             finally:
                 self._release_resources()
 
@@ -542,9 +549,11 @@ class Engine:
             raise error
 
     def _release_resources(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        _release(os.getpid(), self._queue, self._backing, self._device, self._frames)
+        if not self._released:
+            _release(os.getpid(), self._queue, self._backing, self._device, self._frames)
+            self._released = True
+            if self._finalizer is not None:
+                self._finalizer.detach()
 
     # ---- inside ----
 

@@ -97,7 +97,9 @@ _REMEDIES = {
     _errno.ENOENT: "Check the path.",
     _errno.EACCES: "Check the permissions of the file and its directory.",
     _errno.ENOSPC: "Free some space, or name another disk.",
-    _errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or take another file system.",
+    _errno.EFBIG: "Raise the limit of file sizes (RLIMIT_FSIZE: ulimit -f), or take another file system.",
+    _errno.EMFILE: "Raise the limit of open files of this process (RLIMIT_NOFILE: ulimit -n).",
+    _errno.ENFILE: "Raise the limit of open files of this machine (sysctl fs.file-max).",
 }
 
 

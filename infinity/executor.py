@@ -22,7 +22,7 @@ from infinity.optim.step import Step
 from infinity.planes import Planes
 from infinity.residency import PageState
 from infinity.sizes import format_bytes
-from infinity.task_queue import Batch
+from infinity.task_queue import Batch, Priority
 from infinity.tiers.device import Device, Ticket
 
 
@@ -42,7 +42,10 @@ class GatherJob:
 
     unit: Unit
     pieces: list[Piece]
+    priority: Priority
     issued: int = 0
+    tasks: list[int] = field(default_factory=list)
+    """The last task of each page, ended or not, in the order of issue."""
     copies_left: int = 0
     """Copy tasks in the queue that have not ended."""
     failed: bool = False
@@ -106,14 +109,15 @@ class Executor:
             self._advance(job)
         self.step.pump()
 
-    def _wait(self) -> None:
-        """Lets something come: waits for what is in flight, or, when nothing is, issues anew the gathers whose reads failed."""
+    def _wait(self, wanted: Iterable[int] = ()) -> None:
+        """Lets something come: waits for what is in flight, the tasks ``wanted`` first, or, when nothing is, issues anew the gathers
+        whose reads failed."""
         if self.flight.idle:
             n_jobs = len(self._jobs)
             self.pump()
             if len(self._jobs) < n_jobs:
                 return
-        self.flight.wait_any()
+        self.flight.wait_any(wanted)
         self.pump()
 
     def _finish_device_copies(self) -> bool:
@@ -153,13 +157,15 @@ class Executor:
             while self._live_numel() + unit.numel > self._max_live_numel and (victim := self._victim(later_than=None)) is not None:
                 self.release(victim)
             self._make_room(unit.nbytes, f"unit {unit.name!r}")
-            job = self._begin(unit)
+            job = self._begin(unit, Priority.DEMAND)
         else:
             self.prefetch_hits += 1
             self._ahead.discard(unit.index)
+            job.priority = Priority.DEMAND
+            self.flight.queue.promote(job.tasks)
         self._advance(job)
         while unit.index in self._jobs:
-            self._wait()
+            self._wait(job.tasks)
         self._ahead.discard(unit.index)
 
     def prefetch(self, unit: Unit, position: int) -> bool:
@@ -178,10 +184,10 @@ class Executor:
                 return False
             self.release(victim)
         self._ahead.add(unit.index)
-        self._advance(self._begin(unit))
+        self._advance(self._begin(unit, Priority.PREFETCH))
         return True
 
-    def _begin(self, unit: Unit) -> GatherJob:
+    def _begin(self, unit: Unit, priority: Priority) -> GatherJob:
         with self.flight.bookkeeping:
             pieces = []
             for flat in unit.flats:
@@ -197,7 +203,7 @@ class Executor:
                         self._store.keep(page)
                     pieces.append(Piece(flat, page, begin * width, (end - begin) * width))
             unit.state = UnitState.GATHERING
-            job = self._jobs[unit.index] = GatherJob(unit, pieces)
+            job = self._jobs[unit.index] = GatherJob(unit, pieces, priority)
             return job
 
     def _advance(self, job: GatherJob) -> None:
@@ -214,7 +220,7 @@ class Executor:
 
     def _issue_copies(self, job: GatherJob) -> None:
         with self.flight.bookkeeping:
-            batch = Batch()
+            batch = Batch(job.priority)
             handles = []
             short = False
             for piece in job.pieces[job.issued :]:
@@ -243,7 +249,7 @@ class Executor:
 
             job.issued += len(handles)
             job.copies_left += len(handles)
-            self.flight.submit_each(batch, handles, copied, failed)
+            job.tasks += self.flight.submit_each(batch, handles, copied, failed)
             if short:
                 self.step.spill()
 
@@ -263,7 +269,7 @@ class Executor:
                 address = self._store.address(piece.page)
                 job.tickets.append((self._device.copy_to_device(piece.flat.range.tensor, piece.offset, address, piece.nbytes), piece.page))
                 job.issued += 1
-            batch = Batch()
+            batch = Batch(job.priority)
             handles = []
             short = False
             for piece in job.pieces[job.issued :]:
@@ -275,7 +281,7 @@ class Executor:
                         short = True
                         break
                     handles.append(handle)
-            self.flight.submit_each(batch, handles)
+            job.tasks += self.flight.submit_each(batch, handles)
             if short:
                 self.step.spill()
 
@@ -366,7 +372,7 @@ class Executor:
         """Begins the unit's update; its gathered copy is stale from now on."""
         unit.updated = True
         while unit.index in self._jobs:
-            self._wait()
+            self._wait(self._jobs[unit.index].tasks)
         with self.flight.bookkeeping:
             self.step.update(unit, grad_factor)
             self.release(unit)

@@ -78,12 +78,15 @@ class Flight:
         handles: Sequence[int],
         done: Callable[[], None] | None = None,
         failed: Callable[[], None] | None = None,
-    ) -> None:
-        """Hands a batch over in which each of ``handles`` ends a piece of work of its own; nothing where there is none."""
-        if handles:
-            first = self.submit(batch)
-            for handle in handles:
-                self.track(first - 1 - handle, done, failed)
+    ) -> list[int]:
+        """Hands a batch over in which each of ``handles`` ends a piece of work of its own; their ids. Nothing where there is none."""
+        if not handles:
+            return []
+        first = self.submit(batch)
+        tasks = [first - 1 - handle for handle in handles]
+        for task in tasks:
+            self.track(task, done, failed)
+        return tasks
 
     def poll(self) -> None:
         """Applies what has ended; never waits.
@@ -111,8 +114,8 @@ class Flight:
                 for action in actions:
                     action()
 
-    def wait_any(self) -> None:
-        """Waits until the oldest piece of work has ended.
+    def wait_any(self, wanted: Iterable[int] = ()) -> None:
+        """Waits until the first of ``wanted`` that is in flight has ended; where none is, the oldest piece of work.
 
         Errors: as ``poll``; InfinityError when nothing is in flight, because then nothing can ever come.
         """
@@ -122,7 +125,7 @@ class Flight:
             raise InfinityError(
                 f"nothing is in flight and there are no frames to go on with ({self.store.frames_free} free): a fault of infinity"
             )
-        self.wait_for((next(iter(self._when_done)),))
+        self.wait_for((next((task for task in wanted if task in self._when_done), None) or next(iter(self._when_done)),))
 
     def wait_for(self, tasks: Iterable[int]) -> None:
         """Waits until all of ``tasks`` have ended."""

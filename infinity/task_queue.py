@@ -18,15 +18,29 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from infinity.errors import EngineClosedError, StallError
 from infinity.faults import Fault
 from infinity.metrics import Histogram
 from infinity.native import check, ffi, lib
+from infinity.quotas import Refusal, explain
 
-__all__ = ["Backend", "Batch", "Completion", "FileOp", "Files", "PathInfo", "PathStats", "Priority", "QueueStats", "TaskQueue"]
+__all__ = [
+    "Backend",
+    "BackendProbe",
+    "Batch",
+    "Completion",
+    "FileOp",
+    "Files",
+    "PathInfo",
+    "PathStats",
+    "Priority",
+    "QueueStats",
+    "TaskQueue",
+    "probe_backends",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -70,9 +84,12 @@ class Backend(enum.Enum):
     """What carries out reads, writes and flushes. ``AUTO`` takes the best that works here."""
 
     AUTO = "auto"
-    THREADS = "threads"
     URING = "uring"
+    """io_uring, by system calls."""
     LIBAIO = "libaio"
+    """The kernel's older asynchronous I/O, for where io_uring is forbidden; only files opened with O_DIRECT gain by it."""
+    THREADS = "threads"
+    """``pread`` and ``pwrite`` on threads: works everywhere."""
 
 
 _BACKENDS = {
@@ -81,7 +98,6 @@ _BACKENDS = {
     Backend.THREADS: int(lib.INF_BACKEND_THREADS),
 }
 """The best first."""
-_SYSTEM_NAMES = {Backend.URING: "io_uring", Backend.LIBAIO: "the kernel's asynchronous I/O"}
 _BACKEND_NAMES = {code: backend.value for backend, code in _BACKENDS.items()}
 
 
@@ -155,7 +171,17 @@ class PathInfo:
     files_registered: int
     memory_registered_nbytes: int
     notes: tuple[str, ...]
-    """What the backend does without, and why."""
+    """What the backend does without, and why; also why ``AUTO`` did not take a better one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendProbe:
+    """Whether a backend works here. If not, or not as asked, ``reason`` names the setting, and ``remedy`` says what to do."""
+
+    backend: str
+    works: bool
+    reason: str
+    remedy: str
 
 
 def _free_files(handle: Any, pid: int) -> None:
@@ -175,6 +201,8 @@ class Files:
         check(lib.inf_files_new(out), "files")
         self._handle = out[0]
         self._paths: dict[int, str] = {}
+        self._queues: weakref.WeakSet[TaskQueue] = weakref.WeakSet()
+        """Those that files were added to."""
         weakref.finalize(self, _free_files, self._handle, os.getpid())
 
     @property
@@ -194,7 +222,9 @@ class Files:
         return fd
 
     def close(self, fd: int) -> None:
-        """Closes ``fd``; it is gone even when this raises."""
+        """Closes ``fd``; it is gone even when this raises. Queues that it was added to drop it first."""
+        for queue in tuple(self._queues):
+            queue._forget(fd)
         name = self._paths.pop(fd, f"descriptor {fd}")
         check(lib.inf_file_close(self._handle, fd), "close", name)
 
@@ -246,18 +276,21 @@ class Files:
 class Batch:
     """Tasks to be handed over in one call.
 
+    A task has the priority that it is given, else ``priority`` of the batch, else WRITE_BACK if it is a write or a flush, else DEMAND.
     Order: each method returns a handle, ``-1 - index``; ``after`` takes handles of this batch and ids of tasks already submitted. After
     ``first = queue.submit(batch)`` the task with handle h has the id ``first - 1 - h``, and the batch is empty again.
     Memory: borrows nothing; what an address names belongs to the queue from submit to completion.
     """
 
-    __slots__ = ("_after", "_args", "_last", "_tasks")
+    __slots__ = ("_after", "_args", "_last", "_priority", "_priority_of_writes", "_tasks")
 
-    def __init__(self) -> None:
+    def __init__(self, priority: Priority | None = None) -> None:
         self._tasks = bytearray()
         self._after = array("q")
         self._args = bytearray()
         self._last = 0
+        self._priority = Priority.DEMAND if priority is None else priority
+        self._priority_of_writes = Priority.WRITE_BACK if priority is None else priority
 
     def __len__(self) -> int:
         return -self._last
@@ -275,21 +308,19 @@ class Batch:
         for op, fd, offset, nbytes, address, kernel, _, _, begin, count, priority, _ in _TASK.iter_unpack(self._tasks):
             yield _OP_NAMES[op], fd, offset, nbytes, address, kernel, priority, after[begin : begin + count]
 
-    def read(self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = (), priority: Priority = Priority.DEMAND) -> int:
+    def read(self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = (), priority: Priority | None = None) -> int:
         """File to memory. At the end of the file the status is ``-ENODATA``."""
-        return self._add(_READ, fd, offset, nbytes, address, after, priority)
+        return self._add(_READ, fd, offset, nbytes, address, after, self._priority if priority is None else priority)
 
-    def write(
-        self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = (), priority: Priority = Priority.WRITE_BACK
-    ) -> int:
+    def write(self, fd: int, offset: int, nbytes: int, address: int, after: Iterable[int] = (), priority: Priority | None = None) -> int:
         """Memory to file."""
-        return self._add(_WRITE, fd, offset, nbytes, address, after, priority)
+        return self._add(_WRITE, fd, offset, nbytes, address, after, self._priority_of_writes if priority is None else priority)
 
-    def flush(self, fd: int, after: Iterable[int] = (), priority: Priority = Priority.WRITE_BACK) -> int:
+    def flush(self, fd: int, after: Iterable[int] = (), priority: Priority | None = None) -> int:
         """``fdatasync`` of ``fd``; covers the writes it depends on."""
-        return self._add(_FLUSH, fd, 0, 0, 0, after, priority)
+        return self._add(_FLUSH, fd, 0, 0, 0, after, self._priority_of_writes if priority is None else priority)
 
-    def kernel(self, kernel_id: int, args: bytes, after: Iterable[int] = (), priority: Priority = Priority.DEMAND) -> int:
+    def kernel(self, kernel_id: int, args: bytes, after: Iterable[int] = (), priority: Priority | None = None) -> int:
         """A native kernel on a worker thread; ``args`` is its struct of arguments, copied here."""
         links = self._after
         begin = len(links)
@@ -301,7 +332,8 @@ class Batch:
         blob += args
         if nbytes & 7:
             blob += b"\0" * (8 - (nbytes & 7))
-        self._tasks += _pack_task(_KERNEL, -1, 0, 0, 0, kernel_id, nbytes, at, begin, len(links) - begin, priority, 0)
+        urgency = self._priority if priority is None else priority
+        self._tasks += _pack_task(_KERNEL, -1, 0, 0, 0, kernel_id, nbytes, at, begin, len(links) - begin, urgency, 0)
         self._last -= 1
         return self._last
 
@@ -350,7 +382,7 @@ class TaskQueue:
         options = ffi.new("inf_queue_options *")
         options.depth, options.block_nbytes, options.in_flight_nbytes = queue_depth, block_nbytes, in_flight_nbytes
         options.workers, options.io_threads, options.n_paths = workers, io_threads, n_paths
-        self._handle = _open_queue(files, Backend(backend), options)
+        self._handle, self._refusals = _open_queue(files, Backend(backend), options)
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close_queue, self._handle, files, self._pid)
         self._files = files
@@ -360,6 +392,9 @@ class TaskQueue:
         """Told of each batch that was taken: the id of its first task, and the batch while it still has its tasks."""
         self.backend: str = _BACKEND_NAMES[lib.inf_queue_backend(self._handle)]
         """The backend that runs: ``uring``, ``libaio`` or ``threads``."""
+        limit = _limit(self._handle, self.backend, options)
+        if limit is not None:
+            _log.warning("%s. %s", limit.reason, limit.remedy)
 
     def submit(self, batch: Batch) -> int:
         """Hands all tasks of the batch over, or none; the id of the first. The batch is empty afterwards."""
@@ -417,6 +452,12 @@ class TaskQueue:
         n = len(wanted)
         self._until(lambda ms: int(call(handle, view, n, ms)), f"wait for {n} tasks", lambda: wanted, timeout_s)
 
+    def promote(self, ids: Iterable[int]) -> None:
+        """These tasks and everything that they depend on become DEMAND, as if they were waited for. Never waits."""
+        handle = self._open_handle()
+        wanted = array("Q", ids)
+        lib.inf_queue_promote(handle, ffi.from_buffer("uint64_t[]", wanted), len(wanted))
+
     def cancel(self, ids: Iterable[int] | None = None) -> None:
         """What is not begun of these tasks (None: of all) ends with ``ECANCELED``, a task that depends on others after them; kernels
         that run and requests at the backend go to their end. Never waits."""
@@ -432,10 +473,12 @@ class TaskQueue:
 
     def add_file(self, fd: int, path: int = 0) -> None:
         """Transfers of ``fd`` submitted from now on belong to that path; the backend may register the file."""
+        self._files._queues.add(self)
         check(lib.inf_queue_add_file(self._open_handle(), fd, path), f"add descriptor {fd} to path {path} of {self.n_paths}")
 
     def drop_file(self, fd: int) -> None:
-        """Before ``fd`` is closed, with nothing of it in flight: a registered file would live on. One that was not added is fine."""
+        """With nothing of ``fd`` in flight, before it is closed (``Files.close`` does it): a registered file would live on. One that was
+        not added is fine."""
         check(lib.inf_queue_drop_file(self._open_handle(), fd), f"drop descriptor {fd}")
 
     def add_memory(self, address: int, nbytes: int) -> None:
@@ -461,7 +504,7 @@ class TaskQueue:
                     depth=info.depth,
                     files_registered=info.files_registered,
                     memory_registered_nbytes=info.memory_registered_nbytes,
-                    notes=tuple(notes),
+                    notes=(*map(str, self._refusals), *notes),
                 )
             )
         return tuple(paths)
@@ -543,6 +586,10 @@ class TaskQueue:
             self._until(lambda ms: int(lib.inf_queue_drain(handle, ms)), "close of the task queue", self._pending)
         self._finalizer()
 
+    def _forget(self, fd: int) -> None:
+        if self._finalizer.alive and os.getpid() == self._pid:
+            self.drop_file(fd)
+
     def _open_handle(self) -> Any:
         if not self._finalizer.alive:
             raise EngineClosedError("the task queue was closed")
@@ -623,23 +670,60 @@ class TaskQueue:
         return f"task {id}: {what}: {_PHASES[phase[0]]}"
 
 
-def _open_queue(files: Files, backend: Backend, options: Any) -> Any:
+def _open_queue(files: Files, backend: Backend, options: Any) -> tuple[Any, tuple[Refusal, ...]]:
+    """A queue, and why it has not a better backend."""
     out = ffi.new("inf_queue **")
+    refusals: list[Refusal] = []
+    for kind, number in _BACKENDS.items():
+        if backend not in (Backend.AUTO, kind):
+            continue
+        options.backend = number
+        code = int(lib.inf_queue_open(files.handle, options, out))
+        if code == 0:
+            break
+        if code == -errno.EINVAL:
+            check(code, "task queue: an option is out of its range")
+        refusals.append(explain(kind.value, -code, wanted=options.depth))
+    else:
+        last = refusals[-1]
+        raise OSError(last.errno, f"{'; '.join(map(str, refusals))}. {last.remedy}")
+    if refusals:
+        carrier = f"{options.io_threads} threads" if kind is Backend.THREADS else kind.value
+        why = "; ".join(f"{refusal}. {refusal.remedy}" for refusal in refusals)
+        _log.log(logging.WARNING if kind is Backend.THREADS else logging.INFO, "reads and writes go through %s. %s", carrier, why)
+    return out[0], tuple(refusals)
 
-    def attempt(kind: Backend) -> int:
-        options.backend = _BACKENDS[kind]
-        return int(lib.inf_queue_open(files.handle, options, out))
 
-    if backend is not Backend.AUTO:
-        hint = "" if backend is Backend.THREADS else f": {_SYSTEM_NAMES[backend]} does not work here, use backend 'threads' or 'auto'"
-        check(attempt(backend), f"task queue ({backend.value}){hint}")
-        return out[0]
-    first = attempt(Backend.URING)
-    if first < 0:
-        if attempt(Backend.LIBAIO) == 0:
-            carrier = Backend.LIBAIO.value
-        else:
-            check(attempt(Backend.THREADS), "task queue")
-            carrier = f"{options.io_threads} threads"
-        _log.info("io_uring does not work here (%s): reads and writes go through %s", os.strerror(-first), carrier)
-    return out[0]
+def _limit(handle: Any, backend: str, options: Any) -> Refusal | None:
+    """Why fewer requests can be in flight than were asked for; None where that is not so."""
+    wanted = min(options.depth, options.io_threads) if backend == "threads" else options.depth
+    info = ffi.new("inf_path_info *")
+    depths = []
+    for path in range(options.n_paths):
+        check(lib.inf_queue_get_path_info(handle, path, info), f"path {path}")
+        depths.append(info.depth)
+    if min(depths) >= wanted:
+        return None
+    why = explain(backend, errno.ENOMEM if backend == "uring" else errno.EAGAIN, wanted=wanted)
+    return replace(why, reason=f"{min(depths)} requests are in flight at most, not {wanted}: {why.reason}")
+
+
+def probe_backends(queue_depth: int = 32) -> tuple[BackendProbe, ...]:
+    """Every backend, the best first, and whether it works in this process now with so many requests in flight."""
+    files = Files()
+    options = ffi.new("inf_queue_options *")
+    options.depth, options.block_nbytes, options.in_flight_nbytes, options.workers = queue_depth, 1 << 20, 1 << 20, 1
+    options.io_threads, options.n_paths = 1, 1
+    probes = []
+    for kind, number in _BACKENDS.items():
+        out = ffi.new("inf_queue **")
+        options.backend = number
+        code = int(lib.inf_queue_open(files.handle, options, out))
+        if code < 0:
+            why = explain(kind.value, -code, wanted=queue_depth)
+            probes.append(BackendProbe(kind.value, False, why.reason, why.remedy))
+            continue
+        limit = _limit(out[0], kind.value, options)
+        lib.inf_queue_close(out[0])
+        probes.append(BackendProbe(kind.value, True, limit.reason if limit else "", limit.remedy if limit else ""))
+    return tuple(probes)

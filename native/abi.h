@@ -52,7 +52,7 @@ int inf_file_direct_alignment(int fd, uint32_t *memory_align, uint32_t *offset_a
 /* ---- queue/: tasks that may depend on earlier tasks ---- */
 
 enum { INF_READ = 0, INF_WRITE = 1, INF_FLUSH = 2, INF_KERNEL = 3 };
-enum { INF_BACKEND_AUTO = 0, INF_BACKEND_THREADS = 1, INF_BACKEND_URING = 2, INF_BACKEND_LIBAIO = 3 };
+enum { INF_BACKEND_THREADS = 1, INF_BACKEND_URING = 2, INF_BACKEND_LIBAIO = 3 };
 /* Of tasks that are ready, the most urgent goes first. */
 enum { INF_DEMAND = 0, INF_WRITE_BACK = 1, INF_PREFETCH = 2, INF_PRIORITIES };
 
@@ -107,7 +107,7 @@ enum { INF_SUBMISSION = 0, INF_COMPLETION = 1, INF_TOTAL = 2, INF_STAGES };
 
 /* How one path is carried out. */
 typedef struct inf_path_info {
-    int32_t backend;                    /* INF_BACKEND_..., never AUTO */
+    int32_t backend;                    /* INF_BACKEND_... */
     uint32_t depth;                     /* requests at the backend at most; fewer than asked for where the system allows no more */
     uint64_t files_registered;
     uint64_t memory_registered_nbytes;
@@ -128,9 +128,9 @@ typedef struct inf_queue_options {
 
 enum { INF_PATHS_MAX = 16 };
 
-/* A backend that does not work here is -ENOSYS / -EPERM; AUTO takes the best that works. */
+/* A backend that does not work here gives the errno of what it lacks. */
 int inf_queue_open(inf_files *files, const inf_queue_options *options, inf_queue **queue);
-int inf_queue_backend(const inf_queue *queue);   /* INF_BACKEND_..., never AUTO */
+int inf_queue_backend(const inf_queue *queue);   /* INF_BACKEND_... */
 /* Waits until all in flight are complete, joins every thread. */
 void inf_queue_close(inf_queue *queue);
 
@@ -156,6 +156,8 @@ int inf_queue_poll(inf_queue *queue, inf_completion *completions, uint32_t max);
 int inf_queue_wait(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms);
 /* The same until at least one of them is complete (0 ids: at once). */
 int inf_queue_wait_any(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms);
+/* The tasks of `ids` that are not complete, and everything that they depend on, become INF_DEMAND. */
+int inf_queue_promote(inf_queue *queue, const uint64_t *ids, uint32_t n_ids);
 /* Tasks not begun end with -ECANCELED, those that depend on others when these have ended; of transfers begun no further request is
  * handed over; a kernel that runs goes on. No ids: all tasks. Ids that are complete or unknown are fine. */
 int inf_queue_cancel(inf_queue *queue, const uint64_t *ids, uint32_t n_ids);

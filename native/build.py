@@ -49,7 +49,7 @@ ffi.set_source(
     include_dirs=[NATIVE.relative_to(NATIVE.parent).as_posix()],
     depends=sorted(path.relative_to(NATIVE.parent).as_posix() for pattern in ("*.h", "*.hpp") for path in NATIVE.rglob(pattern)),
     extra_compile_args=FLAGS + SANITIZER_FLAGS,
-    extra_link_args=["-pthread", *SANITIZER_FLAGS],
+    extra_link_args=["-pthread", "-ldl", *SANITIZER_FLAGS],
     py_limited_api=True,
 )
 

@@ -33,6 +33,9 @@ from infinity.task_queue import Backend
 PEERS = ("fio", "deepspeed")
 PERCENTILES = (50, 90, 99, 99.9)
 BAR_WIDTH = 40
+UNLIKE_MEMORY = (
+    "the peers' memory has pages of 4 KiB, ours huge pages where the kernel gives any: --peer-huge-pages compares the engines alone"
+)
 LOG_WIDTH = 132
 """Characters of a line where there is no terminal to say."""
 MEMORY_SPARE_NBYTES = 256 << 20
@@ -85,6 +88,8 @@ def run(options: Options) -> None:
         if not bench.direct:
             notes.append(f"{directory} does not take O_DIRECT: these are figures of the page cache, not of a drive")
         peers = _open_peers(options, stack, progress, notes)
+        if peers and not options.peer_huge_pages:
+            notes.append(UNLIKE_MEMORY)
         measured = []
         task = progress.add_task("", total=len(cases) * (options.runs + 1) * (len(peers) + 1))
         for case in cases:
@@ -431,7 +436,6 @@ def _power(depth: float) -> int:
 
 def _show_bars(out: Console, measured: Sequence[Measured]) -> None:
     top = max(spread.median for one in measured for spread in (one.bytes_per_s, *(peer.bytes_per_s for peer in one.peers)))
-    out.print("Throughput", style="bold")
     for one in measured:
         rows = [
             ("infinity", one.bytes_per_s.median, "green"),

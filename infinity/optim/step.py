@@ -29,7 +29,7 @@ from infinity.optim.base import Optimizer
 from infinity.planes import Planes
 from infinity.residency import PageState
 from infinity.store import Chain
-from infinity.task_queue import Batch
+from infinity.task_queue import Batch, Priority
 from infinity.tiers.device import Device
 
 SPILL_PAGES = 8
@@ -169,7 +169,7 @@ class Step:
         begin, end = flat.spec.page_elems(GRAD, index)
         memory, put_back = self._planes.on_device(flat, GRAD, begin * 4, (end - begin) * 4)
         before = self._grad_tail.get((flat.spec.index, index))
-        batch = Batch()
+        batch = Batch(Priority.WRITE_BACK)
         handle = batch.kernel(Kernel.ACCUMULATE, pack_accumulate(_based(segments, memory.data_ptr())), () if before is None else (before,))
 
         def finished() -> None:
@@ -190,13 +190,14 @@ class Step:
         update: Sequence[PageId] = (),
         read: Sequence[PageId] = (),
         write: Sequence[PageId] = (),
+        priority: Priority = Priority.WRITE_BACK,
     ) -> None:
         """Hands over the chain that ``build`` makes of these pages, waiting for frames if need be, not for its end."""
         while True:
             for page in (*update, *read, *write):
                 self._flight.settle_page(page)
             with self._flight.bookkeeping:
-                batch = Batch()
+                batch = Batch(priority)
                 chain = self._store.chain(batch, update=update, read=read, write=write, write_back=False)
                 if chain is not None:
                     build(chain)
@@ -208,7 +209,7 @@ class Step:
     def spill(self, keep: Sequence[PageId] = ()) -> None:
         """Writes some gradient pages back, so that their frames can be had; never waits."""
         with self._flight.bookkeeping:
-            batch = Batch()
+            batch = Batch(Priority.WRITE_BACK)
             handles: list[int] = []
             for flat in self._flats.values():
                 for index in flat.grad_pages:
@@ -342,6 +343,7 @@ class Step:
         self._run_chain(
             lambda chain: chain.kernel(Kernel.SUMSQ, pack_sumsq(self._sum_segments(flat, begin, end, chain.address(page))), covers=(page,)),
             read=(page,),
+            priority=Priority.DEMAND,
         )
 
     def _sum_plane_on_device(self, batch: Batch, handles: list[int], flat: FlatParam) -> list[torch.Tensor]:
@@ -463,7 +465,7 @@ class Step:
             if update.grads and not self._device.host_addressable:
                 width = next(iter(update.grads.values())).element_size()
                 scratch = -(-(end - begin) * width // self._page_nbytes)
-            batch = Batch()
+            batch = Batch(Priority.WRITE_BACK)
             chain = self._store.chain(batch, update=changed, read=grad_pages, scratch=scratch, write_back=not self._store.fits_all)
             if chain is None:
                 return False

@@ -610,4 +610,7 @@ def available_bytes(kind: DeviceKind) -> int:
     """What is free on such a device now, whoever asks."""
     if kind == "cuda":
         return int(_cuda.mem_get_info()[0])
-    return int(psutil.virtual_memory().available)
+    try:
+        return int(psutil.virtual_memory().available)
+    except OSError:  # no descriptor is left to read /proc with; what is free is less than what is available
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -73,8 +73,12 @@ def check_path(path: str | os.PathLike[str]) -> str | None:
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.unlink(name)
-            if os.write(fd, bytes(_WRITE_TEST_NBYTES)) < _WRITE_TEST_NBYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            left = memoryview(bytes(_WRITE_TEST_NBYTES))
+            while left:  # the write after a short one says what stops it
+                written = os.write(fd, left)
+                if written == 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                left = left[written:]
         finally:
             os.close(fd)
     except OSError as error:
@@ -84,6 +88,8 @@ def check_path(path: str | os.PathLike[str]) -> str | None:
             errno.EROFS: "Mount it writable",
             errno.ENOSPC: "Free some space",
             errno.EDQUOT: "Raise the disk quota",
+            errno.EFBIG: "Raise the limit of file sizes (RLIMIT_FSIZE: ulimit -f)",
+            errno.EMFILE: "Raise the limit of open files (RLIMIT_NOFILE: ulimit -n)",
         }.get(error.errno or 0, "Check the file system")
         return f"{directory} cannot be written: {os.strerror(error.errno or 0)}. {fix}, or name another directory."
     return None
@@ -297,6 +303,8 @@ def _make_directory(parent: str) -> tuple[str, int]:
             _alive.discard(path)
             if error.errno == errno.ENOENT and os.path.isdir(parent):
                 continue  # another start took it for a leftover, in the instant before it was locked
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
             raise IoError("mkdir", path, 0, 0, error.errno or errno.EIO) from error
         try:
             fcntl.fcntl(fd, fcntl.F_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))

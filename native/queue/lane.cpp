@@ -34,6 +34,7 @@ int Lane::open(int backend) {
     switch (backend) {
         case INF_BACKEND_THREADS: backend_ = new_threads_backend(this); break;
         case INF_BACKEND_URING: backend_ = new_uring_backend(this); break;
+        case INF_BACKEND_LIBAIO: backend_ = new_libaio_backend(this); break;
         default: return -ENOSYS;
     }
     if (!backend_) return -ENOMEM;

@@ -219,6 +219,13 @@ void inf_queue::raise(Task *task) {
     }
 }
 
+void inf_queue::raise(const uint64_t *ids, uint32_t n_ids) {
+    for (uint32_t i = 0; i < n_ids; ++i) {
+        Task *task = ids[i] < next_id_ ? live(ids[i]) : nullptr;
+        if (task) raise(task);
+    }
+}
+
 void inf_queue::cancel(Task *task, TaskList *ended) {
     if (task->pending > 0) {
         task->doomed = true;
@@ -327,9 +334,7 @@ int inf_queue::wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms, Fo
     ++n_waiting_;
     bool late = timeout_ms == 0;   // who only asks waits for nothing
     if (!late) {
-        for (uint32_t i = 0; i < n_ids; ++i) {
-            if (Task *task = live(ids[i])) raise(task);
-        }
+        raise(ids, n_ids);
         unlock_and_ring(lock);   // for what may go only now
         lock.lock();
     }
@@ -354,6 +359,12 @@ int inf_queue::wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms, Fo
     }
     if (--n_waiting_ == 0 && closing_) ended_.notify_all();
     return result;
+}
+
+void inf_queue::promote(const uint64_t *ids, uint32_t n_ids) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    raise(ids, n_ids);
+    unlock_and_ring(lock);
 }
 
 void inf_queue::cancel(const uint64_t *ids, uint32_t n_ids) {
@@ -499,16 +510,11 @@ extern "C" {
 int inf_queue_open(inf_files *files, const inf_queue_options *options, inf_queue **queue) {
     *queue = nullptr;
     inf_queue_options o = *options;
-    if (o.backend < INF_BACKEND_AUTO || o.backend > INF_BACKEND_LIBAIO) return -EINVAL;
+    if (o.backend < INF_BACKEND_THREADS || o.backend > INF_BACKEND_LIBAIO) return -EINVAL;
     if (o.depth == 0 || o.depth > kDepthMax || o.block_nbytes == 0) return -EINVAL;
     if (o.n_paths == 0 || o.n_paths > INF_PATHS_MAX || o.in_flight_nbytes == 0) return -EINVAL;
     if (o.workers == 0 || o.workers > kThreadsMax || o.io_threads == 0 || o.io_threads > kThreadsMax) return -EINVAL;
     if (o.block_nbytes > kRequestNbytesMax) o.block_nbytes = kRequestNbytesMax;
-    if (o.backend == INF_BACKEND_AUTO) {
-        o.backend = INF_BACKEND_URING;
-        if (inf_queue_open(files, &o, queue) == 0) return 0;
-        o.backend = INF_BACKEND_THREADS;
-    }
     std::unique_ptr<inf_queue> opened(new (std::nothrow) inf_queue(files, o));
     if (!opened) return -ENOMEM;
     if (const int error = opened->open(o.backend)) return error;
@@ -538,6 +544,11 @@ int inf_queue_wait_any(inf_queue *queue, const uint64_t *ids, uint32_t n_ids, ui
 int inf_queue_pending(const inf_queue *queue, uint64_t id, inf_task *task, int *phase) { return queue->pending(id, task, phase); }
 
 int inf_queue_list(const inf_queue *queue, uint64_t *ids, uint32_t max) { return queue->list(ids, max); }
+
+int inf_queue_promote(inf_queue *queue, const uint64_t *ids, uint32_t n_ids) {
+    queue->promote(ids, n_ids);
+    return 0;
+}
 
 int inf_queue_cancel(inf_queue *queue, const uint64_t *ids, uint32_t n_ids) {
     queue->cancel(ids, n_ids);

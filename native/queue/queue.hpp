@@ -93,6 +93,7 @@ struct inf_queue {
     int wait(const uint64_t *ids, uint32_t n_ids, uint32_t timeout_ms, For what);
     int pending(uint64_t id, inf_task *task, int *phase) const;
     int list(uint64_t *ids, uint32_t max) const;
+    void promote(const uint64_t *ids, uint32_t n_ids);
     void cancel(const uint64_t *ids, uint32_t n_ids);
     int drain(uint32_t timeout_ms);
     int add_file(int fd, uint32_t path);
@@ -115,6 +116,7 @@ struct inf_queue {
     inf::Task *live(uint64_t id) const;
     inf::Lane *lane(int fd) const;
     void make_ready(inf::Task *task, inf::TaskList *ended);
+    void raise(const uint64_t *ids, uint32_t n_ids);
     void raise(inf::Task *task);
     void cancel(inf::Task *task, inf::TaskList *ended);
     void complete(inf::TaskList *ended);

@@ -90,7 +90,10 @@ class ReadyLists {
 
     // One piece of it was begun.
     void begun(Task *task) {
-        n_demand_ = task->priority == INF_DEMAND && background() > 0 ? n_demand_ + 1 : 0;
+        skipped_[task->priority] = 0;
+        for (int priority = task->priority + 1; priority < INF_PRIORITIES; ++priority) {
+            skipped_[priority] = lists_[priority].empty() ? 0 : skipped_[priority] + 1;
+        }
         --pieces_[task->priority];
         if (--task->unissued == 0) lists_[task->priority].remove(task);
     }
@@ -113,12 +116,14 @@ class ReadyLists {
         task->priority = INF_DEMAND;
     }
 
-    // The most urgent one. But after many of DEMAND in a row one that is not goes first, so that none waits for ever.
+    // The most urgent one, but one that is less urgent when it was passed over many times, so that none waits for ever.
     // `background`: may it be one that is not DEMAND?
     Task *next(bool background) const {
-        Task *demand = lists_[INF_DEMAND].front(), *other = nullptr;
-        for (int priority = INF_DEMAND + 1; background && !other && priority < INF_PRIORITIES; ++priority) other = lists_[priority].front();
-        return demand && !(other && n_demand_ >= kDemandInARow) ? demand : other;
+        Task *first = lists_[INF_DEMAND].front();
+        for (int priority = INF_DEMAND + 1; background && priority < INF_PRIORITIES; ++priority) {
+            if (!lists_[priority].empty() && (!first || skipped_[priority] >= kSkippedMax)) first = lists_[priority].front();
+        }
+        return first;
     }
 
     uint64_t demand() const { return pieces_[INF_DEMAND]; }
@@ -129,11 +134,11 @@ class ReadyLists {
     }
 
  private:
-    static constexpr uint32_t kDemandInARow = 16;
+    static constexpr uint32_t kSkippedMax = 16;
 
     TaskList lists_[INF_PRIORITIES];
     uint64_t pieces_[INF_PRIORITIES] = {};
-    uint32_t n_demand_ = 0;   // pieces of DEMAND begun in a row while others waited
+    uint32_t skipped_[INF_PRIORITIES] = {};   // pieces that were more urgent and begun since its last one, while it had any
 };
 
 }  // namespace inf

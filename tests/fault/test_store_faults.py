@@ -13,21 +13,14 @@ from infinity.faults import Fault
 from infinity.kernel_args import Kernel, pack_copy
 from infinity.layout import PageId
 from infinity.residency import PageState
-from infinity.task_queue import Batch, FileOp, Files, TaskQueue
+from infinity.task_queue import Batch, FileOp
+from tests.support.queues import BACKENDS
 from tests.support.stores import PAGE_NBYTES, StoreBench, store_bench
 
 A, B, C, D = (PageId(0, index) for index in range(4))
 
 
-def backends() -> list[str]:
-    try:
-        TaskQueue(Files(), backend="uring").close()
-    except OSError:
-        return ["threads"]
-    return ["threads", "uring"]
-
-
-@pytest.fixture(params=backends())
+@pytest.fixture(params=BACKENDS)
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBench]:
     with store_bench(tmp_path, n_frames=3, backend=request.param) as bench:
         bench.fill()
@@ -199,7 +192,7 @@ def scenario(bench: StoreBench) -> None:
         assert store.read_page(page) == content
 
 
-@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("op", "fault", "harmless"),
     [

@@ -54,8 +54,8 @@ def test_the_section_it_links_to_exists() -> None:
 
 
 def test_every_option_and_target_it_names_exists() -> None:
-    train = (ROOT / "infinity" / "cli" / "train.py").read_text()
+    commands = "".join((ROOT / "infinity" / "cli" / name).read_text() for name in ("train.py", "bench.py", "tune.py", "doctor.py"))
     for option in re.findall(r"--([a-z]+)", README):
-        assert option in train or option == "help"
+        assert option in commands or option == "help"
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"`?make ([a-z]+)", README)) <= set(targets)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import random
 import signal
@@ -17,7 +15,19 @@ import pytest
 
 from infinity.native import ffi, lib
 from infinity.task_queue import Batch, FileOp, Files, TaskQueue
-from tests.support.queues import BACKENDS, COPY, SLEEP, URING_REASON, Memory, copy_args, finish, native_threads, opened, sleep_args
+from tests.support.queues import (
+    BACKENDS,
+    COPY,
+    SLEEP,
+    URING_REASON,
+    Memory,
+    alias_range,
+    copy_args,
+    finish,
+    native_threads,
+    opened,
+    sleep_args,
+)
 
 OpenQueue = Callable[..., TaskQueue]
 
@@ -103,25 +113,6 @@ def test_more_bytes_than_two_gib_are_moved_by_one_task(open_queue: OpenQueue, fi
         assert bytes(ffi.buffer(ffi.cast("char *", base + nbytes - page), page)) == noise(page)
     finally:
         close()
-
-
-def alias_range(nbytes: int, piece: int, last: int) -> tuple[int, Callable[[], None]]:
-    """``nbytes`` of addresses backed by ``piece`` bytes over and over, and the last ``last`` bytes by memory of their own."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    both = mmap.PROT_READ | mmap.PROT_WRITE
-    fixed, no_reserve = 0x10, 0x4000
-    base = libc.mmap(None, nbytes, both, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve, -1, 0)
-    memory = os.memfd_create("piece")
-    os.ftruncate(memory, piece)
-    for at in range(0, nbytes, piece):
-        assert libc.mmap(base + at, piece, both, mmap.MAP_SHARED | fixed, memory, 0) == base + at
-    at = base + nbytes - last
-    assert libc.mmap(at, last, both, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0) == at
-    os.close(memory)
-    return base, lambda: libc.munmap(base, nbytes)
 
 
 def test_reading_behind_the_end_of_the_file_is_enodata(open_queue: OpenQueue, files: Files, tmp_path: Path) -> None:

@@ -30,8 +30,15 @@ def files() -> Files:
     return Files()
 
 
+@pytest.fixture
+def fd(files: Files, tmp_path: Path) -> Iterator[int]:
+    with opened(files, tmp_path / "file", content=bytes(2 * BLOCK)) as descriptor:
+        yield descriptor
+
+
 @pytest.fixture(params=BACKENDS)
-def open_queue(request: pytest.FixtureRequest, files: Files) -> Iterator[OpenQueue]:
+def open_queue(request: pytest.FixtureRequest, files: Files, fd: int) -> Iterator[OpenQueue]:
+    """Opens queues of one backend and closes them, before ``fd`` is closed."""
     queues: list[TaskQueue] = []
 
     def open_one(**arguments: Any) -> TaskQueue:
@@ -44,12 +51,6 @@ def open_queue(request: pytest.FixtureRequest, files: Files) -> Iterator[OpenQue
     for queue in queues:
         queue.cancel()
         queue.close()
-
-
-@pytest.fixture
-def fd(files: Files, tmp_path: Path) -> Iterator[int]:
-    with opened(files, tmp_path / "file", content=bytes(2 * BLOCK)) as descriptor:
-        yield descriptor
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +119,11 @@ def test_a_long_transfer_that_is_less_urgent_holds_up_no_other(open_queue: OpenQ
     finish(queue, long_id, 1)
 
 
+@pytest.mark.parametrize(("more", "less"), [(DEMAND, WRITE_BACK), (DEMAND, PREFETCH), (WRITE_BACK, PREFETCH)])
 @pytest.mark.parametrize("kind", ["transfers", "kernels"])
-def test_what_is_less_urgent_gets_its_turn_under_a_load_that_never_ends(open_queue: OpenQueue, fd: int, memory: Memory, kind: str) -> None:
+def test_what_is_less_urgent_gets_its_turn_under_a_load_that_never_ends(
+    open_queue: OpenQueue, fd: int, memory: Memory, kind: str, more: Priority, less: Priority
+) -> None:
     queue = open_queue(queue_depth=1, workers=1)
     batch = Batch()
 
@@ -130,8 +134,8 @@ def test_what_is_less_urgent_gets_its_turn_under_a_load_that_never_ends(open_que
             batch.kernel(SLEEP, sleep_args(), priority=priority)
 
     for _ in range(100):
-        add(DEMAND)
-    add(WRITE_BACK)
+        add(more)
+    add(less)
     first_id = queue.submit(batch)
     until(lambda: queue.stats().in_flight == 0)
     assert [c.id for c in queue.poll()].index(first_id + 100) == 16
@@ -224,6 +228,19 @@ def test_what_is_waited_for_goes_before_what_was_more_urgent_with_all_that_it_de
     assert len(queue.poll()) < 800
 
 
+def test_who_will_wait_may_promote_now_and_wait_later(open_queue: OpenQueue) -> None:
+    queue = open_queue(workers=1)
+    batch = Batch()
+    for _ in range(1000):
+        batch.kernel(SLEEP, sleep_args(1000), priority=WRITE_BACK)
+    last = batch.kernel(SLEEP, sleep_args(), (batch.kernel(SLEEP, sleep_args(), priority=PREFETCH),), priority=PREFETCH)
+    first_id = queue.submit(batch)
+    queue.promote([first_id - 1 - last, 0, 10**6])
+    queue.promote([])
+    until(lambda: queue._phase(first_id - 1 - last) is None)
+    assert len(queue.poll()) < 800
+
+
 def test_a_transfer_that_is_waited_for_goes_before_what_was_more_urgent(
     open_queue: OpenQueue, files: Files, fd: int, memory: Memory
 ) -> None:
@@ -273,7 +290,7 @@ def test_who_only_asks_promotes_nothing(open_queue: OpenQueue, files: Files, fd:
 def test_a_chain_of_a_hundred_thousand_is_promoted_and_cancelled(open_queue: OpenQueue) -> None:
     queue = open_queue(workers=1)
     batch = Batch()
-    last = batch.kernel(SLEEP, sleep_args(400_000))
+    last = batch.kernel(SLEEP, sleep_args(1_000_000))
     for _ in range(100_000):
         last = batch.kernel(SLEEP, sleep_args(), (last,), priority=PREFETCH)
     first_id = queue.submit(batch)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import law, runs
+from tests.support import law
+from tests.support.queues import WORKING_BACKENDS
 
 SEED = 2
 LAW_SECONDS = float(os.environ.get("INFINITY_LAW_SECONDS", "3600"))
 LAW_SEED = int(os.environ.get("INFINITY_LAW_SEED", "0"))
 
-EVERY = law.legs(uring=runs.uring_works())
+EVERY = law.legs(backends=WORKING_BACKENDS)
 CHOSEN = law.covering(EVERY, seed=SEED)
 
 

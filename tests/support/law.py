@@ -24,7 +24,7 @@ TIERS = ("none", "cpu", "nvme")
 PLACEMENTS = tuple(itertools.product(TIERS, TIERS))
 PAGES = (4 << 10, 16 << 10, 64 << 10)
 HOSTS = ("minimum", "half", "all")
-BACKENDS = ("threads", "uring")
+BACKENDS = ("threads", "uring", "libaio")
 VERIFY = ("write+read", "off")
 PATHS = (1, 2, 3)
 THREADS = (1, 2, 4)
@@ -81,19 +81,19 @@ WORKLOADS = {
 }
 
 
-def legs(*, uring: bool) -> list[Leg]:
-    """Every valid leg; ``uring`` says whether that backend works here."""
+def legs(*, backends: Sequence[str] = BACKENDS) -> list[Leg]:
+    """Every valid leg; ``backends`` are those that work here."""
     found = []
     for workload, placement, page, threads, overlap, device, device_memory in itertools.product(
         WORKLOADS, PLACEMENTS, PAGES, THREADS, OVERLAPS, DEVICES, DEVICE_BUDGETS
     ):
         hosts = HOSTS if "nvme" in placement else ("minimum", "all") if "cpu" in placement else (UNUSED,)
-        backends = (BACKENDS if uring else BACKENDS[:1]) if "nvme" in placement else (UNUSED,)
         if placement[0] == "none" and device_memory == "minimum":
             continue  # nothing is gathered: the least is all
+        on_nvme = backends if "nvme" in placement else (UNUSED,)
         n_paths = PATHS if "nvme" in placement else (UNUSED,)
         verify = VERIFY if "nvme" in placement else (UNUSED,)
-        for host, backend, verified, paths in itertools.product(hosts, backends, verify, n_paths):
+        for host, backend, verified, paths in itertools.product(hosts, on_nvme, verify, n_paths):
             found.append(Leg(workload, placement, page, host, backend, verified, paths, threads, overlap, device, device_memory))
     return found
 

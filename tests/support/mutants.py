@@ -29,6 +29,7 @@ TESTS = (
     "tests/unit/test_store.py",
     "tests/fault/test_store_faults.py",
     "tests/unit/tiers",
+    "tests/native/test_kernels.py",
     "tests/property/test_task_queue.py",
     "tests/fault/test_every_operation.py",
 )
@@ -208,8 +209,26 @@ MUTANTS = (
     Mutant(
         "the checksum of an earlier write is kept",
         _STORE,
-        "self._crc[key] = self._crc_next.pop(key, None)",
-        "self._crc_next.pop(key, None)",
+        "self._crc[key] = self._crc_found[key] if self._verify else None",
+        "self._crc[key] = self._crc[key] or (self._crc_found[key] if self._verify else None)",
+    ),
+    Mutant(
+        "a page is believed by the kernel that verifies it",
+        "native/kernels/kernels.cpp",
+        "return *value == static_cast<const inf_checksum_args *>(args)->expected ? 0 : -EBADMSG;",
+        "return 0;",
+    ),
+    Mutant(
+        "a page is believed by a kernel that verifies it while it works",
+        "native/kernels/checks.hpp",
+        "if (pages_[i].crc_before == first_[i].expected) return 0;",
+        "return 0;",
+    ),
+    Mutant(
+        "what a kernel leaves is not all in its checksum",
+        "native/kernels/checks.hpp",
+        "page.crc_after = sum(i, page.left, end, page.crc_after);",
+        "page.crc_after = sum(i, page.left, end - 1, page.crc_after);",
     ),
     Mutant("a read that failed counts as fetched", _STORE, "self._end_transfer(key, status)", "self._end_transfer(key, 0)"),
     Mutant("a chain that failed counts as ended", _STORE, "self._end_chain(ends, status)", "self._end_chain(ends, 0)"),
@@ -273,7 +292,7 @@ class Build:
         if path.suffix == ".cpp":
             self._link([path])
         elif path.suffix == ".hpp":
-            self._link([source for source in self._sources if source.parent.name == "queue"])
+            self._link([source for source in self._sources if source.parent == path.parent])
 
     def _link(self, changed: list[Path]) -> None:
         compiler = os.environ.get("CXX", "g++")

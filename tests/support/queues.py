@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from infinity.native import ffi, lib
-from infinity.task_queue import Completion, Files, TaskQueue
+from infinity.task_queue import Completion, Files, TaskQueue, probe_backends
 
-
-def _uring_reason() -> str:
-    try:
-        TaskQueue(Files(), backend="uring").close()
-    except OSError as error:
-        return f"io_uring does not work here: {error}"
-    return ""
-
-
-URING_REASON = _uring_reason()
-BACKENDS = [
-    "threads",
-    pytest.param("uring", marks=pytest.mark.skipif(bool(URING_REASON), reason=URING_REASON or "-")),
-]
-WORKING_BACKENDS = ["threads"] if URING_REASON else ["threads", "uring"]
+REFUSALS = {probe.backend: "" if probe.works else f"{probe.backend} does not work here: {probe.reason}" for probe in probe_backends()}
+"""Why a backend does not work here; empty where it does."""
+WORKING_BACKENDS = [backend for backend, refusal in REFUSALS.items() if not refusal]
+BACKENDS = [pytest.param(backend, marks=pytest.mark.skipif(bool(refusal), reason=refusal or "-")) for backend, refusal in REFUSALS.items()]
+URING_REASON = REFUSALS["uring"]
 
 
 class Memory:
@@ -42,6 +33,25 @@ class Memory:
 
     def bytes(self, begin: int = 0, end: int | None = None) -> bytes:
         return self.map[begin : self.nbytes if end is None else end]
+
+
+def alias_range(nbytes: int, piece: int, last: int) -> tuple[int, Callable[[], None]]:
+    """``nbytes`` of addresses backed by ``piece`` bytes over and over, and the last ``last`` bytes by memory of their own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    both = mmap.PROT_READ | mmap.PROT_WRITE
+    fixed, no_reserve = 0x10, 0x4000
+    base = libc.mmap(None, nbytes, both, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve, -1, 0)
+    memory = os.memfd_create("piece")
+    os.ftruncate(memory, piece)
+    for at in range(0, nbytes, piece):
+        assert libc.mmap(base + at, piece, both, mmap.MAP_SHARED | fixed, memory, 0) == base + at
+    at = base + nbytes - last
+    assert libc.mmap(at, last, both, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0) == at
+    os.close(memory)
+    return base, lambda: libc.munmap(base, nbytes)
 
 
 @contextmanager

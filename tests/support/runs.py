@@ -5,7 +5,6 @@ Both trainers have one shape - call, backward, step, train, eval - so a test wri
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -365,15 +364,3 @@ def useful_host_bytes(make: Callable[[], nn.Module], config: Mapping[str, Any], 
     """The host budget with which nothing has to be fetched twice, by the engine's own word."""
     with infinity.Engine(make(), {**config, "memory": {**config["memory"], "host": "auto"}}, device=device) as engine:
         return int(engine.placement().host_budget_bytes)
-
-
-@functools.cache
-def uring_works() -> bool:
-    """Whether this kernel lets us have a ring."""
-    from infinity.task_queue import Files, TaskQueue
-
-    try:
-        TaskQueue(Files(), backend="uring").close()
-    except Exception:
-        return False
-    return True

@@ -440,7 +440,6 @@ def test_a_key_that_is_ignored_is_still_checked() -> None:
         ("zero_optimization.stage", 2),
         ("scheduler.type", "WarmupLR"),
         ("optimizer_overlap", "speculative"),
-        ("aio.backend", "libaio"),
         ("aio.use_gds", True),
         ("optimizer.type", "Lion"),
         ("bf16.check_grad_overflow", True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -19,8 +20,8 @@ import pytest
 from infinity.errors import EngineClosedError, StallError
 from infinity.faults import Fault
 from infinity.native import check, crc32c, ffi
-from infinity.task_queue import Backend, Batch, FileOp, Files, TaskQueue
-from tests.support.queues import SLEEP, Memory, finish, opened, sleep_args
+from infinity.task_queue import Backend, Batch, FileOp, Files, Priority, TaskQueue, probe_backends
+from tests.support.queues import REFUSALS, SLEEP, WORKING_BACKENDS, Memory, finish, opened, sleep_args
 
 
 @pytest.fixture
@@ -118,6 +119,20 @@ def test_dependencies_are_taken_from_any_iterable(queue: TaskQueue) -> None:
     for after in ((first,), [first], {first}, iter([first])):
         batch.kernel(SLEEP, sleep_args(), after)
     assert [c.status for c in finish(queue, queue.submit(batch), 5)][1:] == [-errno.ECANCELED] * 4
+
+
+def test_tasks_have_their_own_priority_or_that_of_their_batch_or_what_suits_their_kind() -> None:
+    def priorities(batch: Batch, *given: Priority) -> list[int]:
+        batch.read(0, 0, 1, 0, (), *given)
+        batch.write(0, 0, 1, 0, (), *given)
+        batch.flush(0, (), *given)
+        batch.kernel(SLEEP, b"", (), *given)
+        tasks = ffi.from_buffer("inf_task[]", batch._tasks)
+        return [tasks[i].priority for i in range(4)]
+
+    assert priorities(Batch()) == [Priority.DEMAND, Priority.WRITE_BACK, Priority.WRITE_BACK, Priority.DEMAND]
+    assert priorities(Batch(Priority.PREFETCH)) == [Priority.PREFETCH] * 4
+    assert priorities(Batch(Priority.PREFETCH), Priority.DEMAND) == [Priority.DEMAND] * 4
 
 
 # ---- TaskQueue ----
@@ -382,41 +397,90 @@ def test_an_unknown_backend_is_refused(files: Files) -> None:
         TaskQueue(files, backend="spdk")
 
 
-FORBID_URING = """
-import ctypes, logging, struct, sys
-# io_uring_setup is 425 everywhere: answer EPERM as container sandboxes do, allow the rest.
-rows = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (6, 0, 0, 0x00050000 | 1), (6, 0, 0, 0x7FFF0000)]
-program = b"".join(struct.pack("=HBBI", *row) for row in rows)
-code = ctypes.create_string_buffer(program)
-class Filter(ctypes.Structure):
-    _fields_ = [("n", ctypes.c_ushort), ("rows", ctypes.c_void_p)]
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-if libc.prctl(22, 2, ctypes.byref(Filter(4, ctypes.addressof(code))), 0, 0) != 0:
-    sys.exit(77)
-from infinity.task_queue import *
-logging.basicConfig(level=logging.INFO)
-"""
-
-
-def without_uring(code: str) -> subprocess.CompletedProcess[str]:
-    done = in_child(FORBID_URING + code)
+def limited(how: str, code: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """``code`` in a process of its own that is limited by ``how`` (tests/support/limits.py), after ``before``."""
+    done = in_child(
+        "import logging, sys\n"
+        "from tests.support.limits import *\n"
+        "from infinity.task_queue import *\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        f"{before}"
+        f"try:\n    {how}\nexcept Impossible as error:\n    sys.exit(77)\n" + code
+    )
     if done.returncode == 77:
         pytest.skip("seccomp filters cannot be installed here")
     return done
 
 
-def test_where_io_uring_is_forbidden_auto_takes_threads_and_says_so_in_one_line() -> None:
-    done = without_uring("queue = TaskQueue(Files()); print(queue.backend); queue.close()")
+TAKE_AUTO = "queue = TaskQueue(Files()); print(queue.backend, *queue.info()[0].notes, sep='\\n'); queue.close()"
+
+
+@pytest.mark.skipif("libaio" not in WORKING_BACKENDS, reason=REFUSALS["libaio"])
+def test_where_io_uring_is_forbidden_auto_takes_libaio_and_says_so_in_one_line() -> None:
+    done = limited("forbid(errno.EPERM, IO_URING_SETUP)", TAKE_AUTO)
+    backend, *notes = done.stdout.splitlines()
+    assert (backend, notes[0]) == ("libaio", "uring does not work here: a seccomp filter forbids io_uring [EPERM]"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("INFO:infinity.task_queue:reads and writes go through libaio. uring does not work here: a seccomp filter")
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+def test_where_both_are_forbidden_auto_takes_threads_and_warns_in_one_line(code: int) -> None:
+    done = limited(f"forbid({code}, IO_URING_SETUP, IO_SETUP)", TAKE_AUTO)
+    name = errno.errorcode[code]
+    assert done.stdout.splitlines() == [
+        "threads",
+        f"uring does not work here: a seccomp filter forbids io_uring [{name}]",
+        f"libaio does not work here: a seccomp filter forbids asynchronous I/O [{name}]",
+    ], done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("WARNING:infinity.task_queue:reads and writes go through 4 threads. ")
+
+
+def test_where_no_more_files_can_be_opened_auto_takes_threads_and_names_the_limit() -> None:
+    done = limited(
+        "import os, resource; n = len(os.listdir('/proc/self/fd')) - 1; resource.setrlimit(resource.RLIMIT_NOFILE, (n, n))",
+        "queue = TaskQueue(files); print(queue.backend); queue.close()",
+        "files = Files()\n",
+    )
     assert done.stdout == "threads\n", done.stderr
-    assert done.stderr.splitlines() == [
-        "INFO:infinity.task_queue:io_uring does not work here (Operation not permitted): reads and writes go through 4 threads"
-    ]
+    assert len(done.stderr.splitlines()) == 1
+    assert re.search(r"WARNING:.*uring does not work here: RLIMIT_NOFILE allows \d+ open files.*ulimit -n", done.stderr)
 
 
 def test_where_io_uring_is_forbidden_asking_for_it_is_an_error() -> None:
-    done = without_uring("try:\n    TaskQueue(Files(), backend='uring')\nexcept PermissionError as error:\n    print(error)")
-    assert "io_uring does not work here, use backend 'threads' or 'auto'" in done.stdout, done.stderr
+    done = limited(
+        "forbid(errno.EPERM, IO_URING_SETUP)",
+        "try:\n    TaskQueue(Files(), backend='uring')\nexcept PermissionError as error:\n    print(error)",
+    )
+    assert "a seccomp filter forbids io_uring [EPERM]. Run the container with a seccomp profile" in done.stdout, done.stderr
+
+
+def test_where_the_quota_of_asynchronous_io_is_used_up_libaio_names_it() -> None:
+    done = limited(
+        "forbid(errno.EAGAIN, IO_SETUP)",
+        "try:\n    TaskQueue(Files(), backend='libaio', queue_depth=9)\nexcept BlockingIOError as error:\n    print(error)",
+    )
+    most = Path("/proc/sys/fs/aio-max-nr").read_text().strip()
+    assert re.search(rf"fs.aio-max-nr is {most}, of which \d+ are taken, and 9 are wanted", done.stdout), done.stderr
+
+
+def test_a_backend_that_was_asked_for_and_works_has_no_refusals(files: Files) -> None:
+    with contextlib.closing(TaskQueue(files, backend="threads")) as queue:
+        assert queue.info()[0].notes == ()
+
+
+def test_every_backend_is_probed_the_best_first() -> None:
+    probes = probe_backends()
+    assert [probe.backend for probe in probes] == ["uring", "libaio", "threads"]
+    assert probes[2].works
+    for probe in probes:
+        assert probe.works == (probe.reason == "") == (probe.remedy == "")
+
+
+def test_a_backend_that_does_not_work_is_probed_with_reason_and_remedy() -> None:
+    done = limited("forbid(errno.EPERM, IO_URING_SETUP)", "print([(p.works, p.reason, p.remedy[:3]) for p in probe_backends()][0])")
+    assert done.stdout == "(False, 'a seccomp filter forbids io_uring [EPERM]', 'Run')\n", done.stderr
 
 
 def test_nothing_is_said_where_the_backend_asked_for_runs(files: Files, caplog: pytest.LogCaptureFixture) -> None:
@@ -465,6 +529,23 @@ def test_a_file_that_was_not_added_or_was_dropped_belongs_to_path_0(files: Files
             batch.read(fd, 0, 64, memory.address)
             finish(queue, queue.submit(batch), 1)
     assert [s.reads for s in queue.path_stats()] == [3, 1]
+    queue.close()
+
+
+def test_a_file_that_is_closed_is_dropped_before_its_number_is_another_files(files: Files, tmp_path: Path) -> None:
+    queue, memory = TaskQueue(files, n_paths=2), Memory(64)
+    with opened(files, tmp_path / "first", content=b"a" * 64) as first:
+        queue.add_file(first, 1)
+        closed = TaskQueue(files)
+        closed.add_file(first)
+        closed.close()
+    with opened(files, tmp_path / "second", content=b"b" * 64) as second:
+        assert second == first
+        batch = Batch()
+        batch.read(second, 0, 64, memory.address)
+        finish(queue, queue.submit(batch), 1)
+    assert memory.bytes() == b"b" * 64
+    assert [s.reads for s in queue.path_stats()] == [1, 0]
     queue.close()
 
 

@@ -25,7 +25,7 @@ def test_help_names_every_option_of_train() -> None:
     assert done.exit_code == 0
     options = (
         "--layers --heads --width --context --batch --steps --seed --data --metrics --sample-bytes --meta --no-meta "
-        "--checkpoint-activations --json --traceback"
+        "--checkpoint-activations --io-trace --json --traceback"
     )
     assert [option for option in options.split() if option not in done.stdout] == []
 
