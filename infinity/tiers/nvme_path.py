@@ -42,6 +42,8 @@ _DIRECTORY_NAME = re.compile(r"infinity-\d+-[0-9a-f]{16}")
 _FILE_NAME = re.compile(r"pages-\d+")
 _FLOCK = "hhqqi4x"  # struct flock of Linux, 64 bits: type, whence, start, len, pid
 
+_GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
+
 _alive: set[str] = set()
 """Directories of this process: it must not open them to ask for their lock, because closing any descriptor drops it."""
 
@@ -337,7 +339,20 @@ def _open_unlinked(files: Files, path: str, extra_flags: int) -> int:
         with contextlib.suppress(OSError):  # once more: nothing is left where that is possible
             os.unlink(path)
         raise
+    _overwrite_in_place(fd)
     return fd
+
+
+def _overwrite_in_place(fd: int) -> None:
+    """Asks for blocks that are not copied when they are written again, as btrfs does else: what was reserved would not help then."""
+    flags = bytearray(8)
+    try:
+        fcntl.ioctl(fd, _GET_FLAGS, flags)
+        (value,) = struct.unpack_from("=I", flags)
+        if not value & _NO_COPY_ON_WRITE:
+            fcntl.ioctl(fd, _SET_FLAGS, struct.pack("=II", value | _NO_COPY_ON_WRITE, 0))
+    except OSError:
+        return  # most file systems have no such thing
 
 
 def _unlink(files: Files, path: str) -> None:
