@@ -28,6 +28,7 @@ from pathlib import Path
 from infinity.errors import IoError, SpaceError
 from infinity.sizes import align_up, format_bytes
 from infinity.task_queue import Files
+from infinity.tiers.mounts import mount_of, parse_mounts
 
 logger = logging.getLogger(__name__)
 
@@ -233,17 +234,12 @@ def file_system_id(path: str) -> int:
 
 def file_system(path: str) -> str:
     """The type of the file system that ``path`` (a real one) is on, as the kernel names it, or "unknown"."""
-    kind, length = "unknown", 0
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-            for line in lines:
-                fields, _, rest = line.partition(" - ")
-                mount = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields.split()[4])
-                if len(mount) >= length and (path + "/").startswith(mount.rstrip("/") + "/"):
-                    kind, length = rest.split()[0], len(mount)
-    except (OSError, IndexError):
-        logger.debug("the mounts of this machine cannot be read")
-    return kind
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return "unknown"
+    mount = mount_of(path, parse_mounts(mounts))
+    return mount.kind if mount is not None else "unknown"
 
 
 def _largest_file_nbytes(parent: str, slot_nbytes: int, n_slots: int, file_nbytes_max: int) -> int:

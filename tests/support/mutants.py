@@ -33,6 +33,7 @@ TESTS = (
     "tests/native/test_checks.py",
     "tests/native/test_queue_order.py",
     "tests/property/test_task_queue.py",
+    "tests/property/test_task_queue_faults.py",
     "tests/fault/test_every_operation.py",
 )
 """The fast tests of what is changed here, the quickest to notice first."""
