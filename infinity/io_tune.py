@@ -189,6 +189,15 @@ class Search:
         """What has been sifted, the best first, with the median of its ratios to the default."""
         return sorted(((setting, median(ratios)) for setting, ratios in self.ratios.items()), key=lambda row: -row[1])
 
+    def standing(self) -> list[tuple[Setting, float]]:
+        """The best so far, and their ratios to the default: of the finalists as soon as they have been compared once."""
+        rounds = min((trial.rounds for trial in self.trials), default=0)
+        if len(self.trials) < 2 or not rounds:
+            return self.ranking()
+        default = self.trials[0].steps[:rounds]
+        margins = [(trial.setting, margin_between(trial.steps[:rounds], default).median) for trial in self.trials[1:]]
+        return sorted(((setting, 1 + margin) for setting, margin in margins), key=lambda row: -row[1])
+
     @property
     def left_out(self) -> list[Setting]:
         """What has not been measured: there was no time for it."""

@@ -26,7 +26,7 @@ from rich.table import Table
 from infinity.cli.config_text import replace_text, with_block
 from infinity.cli.outcome import EXIT_INTERRUPTED
 from infinity.config import KEYS, load_config
-from infinity.doctor.software import probe_backends
+from infinity.doctor.software import probes
 from infinity.errors import ConfigError, ConfigProblem, InfinityError, OptionsError
 from infinity.io_bench import Bench, Case, Direction
 from infinity.io_tune import CONFIDENCE, Margin, Search, Setting, Trial, Verdict, grid, judge
@@ -38,8 +38,6 @@ PAGE_NBYTES_MAX = 8 << 20
 """The largest page that ``page: auto`` takes."""
 PAGES_MIN = 16
 SIZE_MIN = 1 << 20
-IN_FLIGHT_NBYTES = 256 << 20
-"""What the queue lets be at one drive at most; more blocks than that are never in flight."""
 RUNS_WANTED = 350
 """Runs that fit the budget: less is moved by each where it takes too long."""
 RUN_NBYTES_MIN = 32 << 20
@@ -162,7 +160,7 @@ def check(options: Options) -> Plan:
     blocks = each("--block-size", options.block_size, lambda text: _checked("block_size", parse_bytes(text)))
     depths = each("--queue-depth", options.queue_depth, lambda text: _checked("queue_depth", _whole(text)))
     threads = each("--threads", options.threads, lambda text: _checked("intra_op_parallelism", _whole(text)))
-    working = [name for name, why in probe_backends().items() if why is None]
+    working = [name for name, probe in probes().items() if probe.works]
     backends = each("--backend", options.backend or ",".join(working), _backend)
     budget = each("--budget", options.budget, _seconds)
     problems += _problems_of_files(options)
@@ -197,11 +195,11 @@ def _seconds(text: str) -> float:
 
 
 def _backend(text: str) -> str:
-    probed = probe_backends()
-    if text not in probed:
-        raise ValueError(f"{text!r} is not one of {', '.join(probed)}")
-    if probed[text] is not None:
-        raise ValueError(f"{text!r} does not work here: {probed[text]}. infinity doctor says what to do.")
+    probe = probes().get(text)
+    if probe is None:
+        raise ValueError(f"{text!r} is not one of {', '.join(probes())}")
+    if not probe.works:
+        raise ValueError(f"{text!r} does not work here: {probe.reason}. {probe.remedy}")
     return text
 
 
@@ -235,7 +233,8 @@ class Drive:
             self.page_nbytes //= 2
         self.run_nbytes = plan.size_nbytes // (2 * self.page_nbytes) * 2 * self.page_nbytes
         aio = load_config({"train_batch_size": 1}).aio
-        self.default_aio = aio.model_dump(mode="json")
+        self._default_backend = aio.backend
+        self._in_flight_nbytes = aio.in_flight
         wanted = Setting(aio.backend, aio.block_size, aio.queue_depth, aio.intra_op_parallelism)
         begin = time.perf_counter()
         taken = bench.run(self._case(wanted, Direction.MIXED))
@@ -247,11 +246,11 @@ class Drive:
         self.page_nbytes = min(self.page_nbytes, self.run_nbytes // 2)
 
     def settings(self, plan: Plan) -> list[Setting]:
-        """What differs here: no block is larger than a page, and no more is in flight than the queue, or half a run, holds.
+        """What differs here: no block is larger than a page, and no more is in flight than aio.in_flight, or half a run, holds.
 
         Errors: OptionsError where nothing is left.
         """
-        most = min(IN_FLIGHT_NBYTES, self.run_nbytes // 2)
+        most = min(self._in_flight_nbytes, self.run_nbytes // 2)
         every = grid(self.default, backends=plan.backends, blocks=plan.blocks, depths=plan.depths, threads=plan.threads)
         settings = [
             setting
@@ -267,7 +266,7 @@ class Drive:
 
     def aio(self, setting: Setting) -> dict[str, object]:
         """The block of a config. The default keeps its words: 'auto' goes on to mean the best that works."""
-        backend = self.default_aio["backend"] if setting.backend == self.default.backend else setting.backend
+        backend = self._default_backend if setting.backend == self.default.backend else setting.backend
         return {
             "block_size": setting.block_nbytes,
             "queue_depth": setting.queue_depth,
@@ -326,7 +325,7 @@ class _Shown:
         table = Table(title="best so far", title_justify="left", box=None, pad_edge=False)
         for name in (*COLUMNS, "to the default"):
             table.add_column(name, justify="right")
-        for setting, ratio in self._search.ranking()[:SHOWN]:
+        for setting, ratio in self._search.standing()[:SHOWN]:
             table.add_row(*cells(setting), _percent(ratio - 1))
         return Group(self._progress, table)
 
@@ -350,12 +349,10 @@ def verdict_text(search: Search, verdict: Verdict, interrupted: bool) -> str:
     """What came of it, in one sentence or two."""
     margin = verdict.margin
     if interrupted:
-        best = search.ranking()[:1]
-        if verdict.challenger is not None and margin is not None:
-            best = [(verdict.challenger.setting, 1 + margin.median)]
-        if not best:
+        standing = search.standing()
+        if not standing:
             return "stopped before anything was known: the default stays"
-        setting, ratio = best[0]
+        setting, ratio = standing[0]
         return f"stopped; the best so far is {_name(setting)}, {_percent(ratio - 1)} to the default, which is not certain yet"
     if margin is None or verdict.challenger is None:
         return "there was no time to try anything: the default stays. Give a larger --budget."
@@ -412,16 +409,16 @@ def _spread(rates: list[float]) -> dict[str, float] | None:
 
 def show(out: Console, search: Search, verdict: Verdict, summary: Mapping[str, Any]) -> None:
     """The finalists as a table and as bars, the verdict, and the block to put into a config."""
-    trials = [trial for trial in search.trials if trial.rounds]
+    trials = sorted((trial for trial in search.trials if trial.rounds), key=lambda trial: -median(trial.steps))
     if trials:
         table = Table(title="Bytes per second, median of rounds in turn (step: as a training step reads and writes)", title_justify="left")
         for name in (*COLUMNS, "read", "write", "both at once", "step", "to the default"):
             table.add_column(name, justify="right")
         top = max(median(trial.steps) for trial in trials)
-        for trial in sorted(trials, key=lambda trial: -median(trial.steps)):
+        for trial in trials:
             rates = [median(trial.rates[direction]) for direction in (Direction.READ, Direction.WRITE, Direction.MIXED)]
-            against = [ours / theirs - 1 for ours, theirs in zip(trial.steps, trials[0].steps, strict=False)]
-            last = "default" if trial is trials[0] else _percent(median(against))
+            against = [ours / theirs - 1 for ours, theirs in zip(trial.steps, search.trials[0].steps, strict=False)]
+            last = "default" if trial is search.trials[0] else _percent(median(against))
             style = "bold green" if trial is verdict.winner else ""
             table.add_row(*cells(trial.setting), *map(format_rate, (*rates, median(trial.steps))), last, style=style)
         out.print(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import functools
 import os
 import platform
@@ -13,10 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import infinity
-from infinity.doctor.rows import Row, notice, ok, problem, read_number, read_text, status_field, version_of
+from infinity.doctor.rows import Row, notice, ok, problem, read_number, read_text, version_of
 from infinity.sizes import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from infinity.task_queue import BackendProbe
 
 PYTHON_MIN = (3, 10)
 TORCH_MIN = (2, 13)
@@ -142,57 +145,38 @@ def cuda_devices_row(driver: str | None, built_for: str | None, devices: Sequenc
 
 
 @functools.cache
-def probe_backends() -> Mapping[str, str | None]:
-    """For each backend None when it works here, else why not. One that this build does not have is missing."""
-    from infinity.task_queue import Backend, Files, TaskQueue
+def probes() -> Mapping[str, BackendProbe]:
+    """Every backend, the best first, as it was found the first time that this was asked."""
+    from infinity.task_queue import probe_backends
 
-    answers: dict[str, str | None] = {}
-    for backend in Backend:
-        if backend is Backend.AUTO:
-            continue
-        try:
-            TaskQueue(Files(), backend=backend, queue_depth=1).close()
-            answers[backend.value] = None
-        except OSError as error:
-            answers[backend.value] = f"[{errno.errorcode.get(error.errno or 0, '?')}] {os.strerror(error.errno or 0)}"
-    return answers
+    return {probe.backend: probe for probe in probe_backends()}
 
 
 def uring_row(root: Path) -> Row:
-    return uring_answer(probe_backends().get("uring", "not part of this build"), root)
-
-
-def uring_answer(why: str | None, root: Path) -> Row:
-    """About io_uring, from why it does not work (None: it does) and the settings of the kernel."""
-    setting = read_number(root, "proc/sys/kernel/io_uring_disabled")
-    facts = {"works": why is None, "io_uring_disabled": setting}
-    if why is None:
-        return ok("uring", "works", **facts)
-    release = read_text(root, "proc/sys/kernel/osrelease") or ""
-    group = read_number(root, "proc/sys/kernel/io_uring_group")
-    if setting == 2:
-        remedy = "sysctl -w kernel.io_uring_disabled=0 (as root)."
-        value = f"does not work: {why}; kernel.io_uring_disabled is 2"
-    elif setting == 1:
-        remedy = f"sysctl -w kernel.io_uring_disabled=0 (as root), or join the group kernel.io_uring_group ({group})."
-        value = f"does not work: {why}; kernel.io_uring_disabled is 1"
-    elif release and version_of(release) < (5, 1):
-        remedy = "Use a kernel of 5.1 or newer."
-        value = f"does not work: {why}; this kernel has no io_uring"
-    elif "ENOMEM" in why:
-        remedy = "Raise the limit of locked memory (ulimit -l, or LimitMEMLOCK of systemd), which kernels before 5.12 count rings against."
-        value = f"does not work: {why}"
-    elif status_field(root, "Seccomp") == "2":
-        remedy = "The container forbids it: run with a seccomp profile that allows io_uring_setup, io_uring_enter and io_uring_register."
-        value = f"does not work: {why}; system calls are filtered (seccomp)"
-    else:
-        remedy = "Look for a security module or a kernel built without CONFIG_IO_URING."
-        value = f"does not work: {why}"
-    return notice("uring", value, f"{remedy} Until then another backend is taken.", **facts)
+    return backend_row(probes()["uring"], io_uring_disabled=read_number(root, "proc/sys/kernel/io_uring_disabled"))
 
 
 def libaio_row(root: Path) -> Row:
-    return libaio_answer(probe_backends().get("libaio", "not part of this build"), _libaio_library())
+    library = _libaio_library()
+    how = f"through {library}" if library else "by system calls: the library libaio is not installed, and not needed"
+    return backend_row(probes()["libaio"], how, library=library)
+
+
+def threads_row(root: Path) -> Row:
+    return backend_row(probes()["threads"])
+
+
+def backend_row(probe: BackendProbe, how: str = "", **facts: object) -> Row:
+    """About one backend; without 'threads', which needs nothing, nothing works at all."""
+    facts = {"works": probe.works, "reason": probe.reason, **facts}
+    remedy = probe.remedy or "Look at the kernel's log (dmesg)."
+    if not probe.works and probe.backend == "threads":
+        return problem(probe.backend, f"does not work: {probe.reason}", remedy, **facts)
+    if not probe.works:
+        return notice(probe.backend, f"does not work: {probe.reason}", f"{remedy} Until then another backend is taken.", **facts)
+    if probe.reason:
+        return notice(probe.backend, f"works, but {probe.reason}", remedy, **facts)
+    return ok(probe.backend, f"works, {how}" if how else "works", **facts)
 
 
 def _libaio_library() -> str | None:
@@ -203,27 +187,6 @@ def _libaio_library() -> str | None:
             continue
         return name
     return None
-
-
-def libaio_answer(why: str | None, library: str | None) -> Row:
-    facts = {"works": why is None, "library": library}
-    calls = f"through {library}" if library else "by system calls: the library libaio is not installed, and not needed"
-    if why is None:
-        return ok("libaio", f"works, {calls}", **facts)
-    if "EAGAIN" in why:
-        remedy = "sysctl -w fs.aio-max-nr=1048576 (as root), or end what holds the contexts."
-    elif "not part" in why:
-        remedy = "Update infinity."
-    else:
-        remedy = "The kernel lacks CONFIG_AIO, or a seccomp profile forbids io_setup and io_submit."
-    return notice("libaio", f"does not work: {why}", f"{remedy} Until then another backend is taken.", **facts)
-
-
-def threads_row(root: Path) -> Row:
-    why = probe_backends().get("threads", "not part of this build")
-    if why is None:
-        return ok("threads", "works", works=True)
-    return problem("threads", f"does not work: {why}", "Raise the limits of processes and memory (ulimit -u, ulimit -v).", works=False)
 
 
 def aio_quota_row(root: Path) -> Row:

@@ -92,23 +92,23 @@ class NvmeBacking(Backing):
             counts = share_slots(n_slots, weights or [1.0] * len(names), capacities)
             for path, count in zip(self.paths, counts, strict=True):
                 path.reserve(count)
+            self._path_of, self._index_of = deal(counts)
+            self.shares = tuple(
+                PathShare(
+                    path=path.parent,
+                    file_system=file_system(path.parent),
+                    n_slots=path.n_slots,
+                    share=path.n_slots / max(1, n_slots),
+                    bytes_per_s=rate,
+                    direct=path.direct,
+                    free_bytes=free_bytes(path.parent),
+                )
+                for path, rate in zip(self.paths, rates, strict=True)
+            )
+            """What each path holds, in the order in which they were given."""
         except BaseException:
             self.close()
             raise
-        self._path_of, self._index_of = deal(counts)
-        self.shares = tuple(
-            PathShare(
-                path=path.parent,
-                file_system=file_system(path.parent),
-                n_slots=path.n_slots,
-                share=path.n_slots / max(1, n_slots),
-                bytes_per_s=rate,
-                direct=path.direct,
-                free_bytes=free_bytes(path.parent),
-            )
-            for path, rate in zip(self.paths, rates, strict=True)
-        )
-        """What each path holds, in the order in which they were given."""
         if len(names) > 1:
             logger.info("pages are striped over %s", ", ".join(map(_in_words, self.shares)))
 

@@ -53,7 +53,13 @@ def check_paths(paths: Sequence[str | os.PathLike[str]]) -> list[str | None]:
     for path in paths:
         problem = check_path(path)
         if problem is None:
-            status = os.stat(path)
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                problems.append(
+                    f"{os.fspath(path)} cannot be looked at: {error.strerror}. Check the file system, or name another directory."
+                )
+                continue
             first = seen.setdefault((status.st_dev, status.st_ino), os.fspath(path))
             if first != os.fspath(path):
                 problem = f"{os.fspath(path)} is the same directory as {first}. Name each once."
@@ -91,6 +97,8 @@ def check_path(path: str | os.PathLike[str]) -> str | None:
             errno.EFBIG: "Raise the limit of file sizes (RLIMIT_FSIZE: ulimit -f)",
             errno.EMFILE: "Raise the limit of open files (RLIMIT_NOFILE: ulimit -n)",
         }.get(error.errno or 0, "Check the file system")
+        with contextlib.suppress(OSError):  # what could not be unlinked at first
+            os.unlink(name)
         return f"{directory} cannot be written: {os.strerror(error.errno or 0)}. {fix}, or name another directory."
     return None
 
@@ -303,7 +311,7 @@ def _make_directory(parent: str) -> tuple[str, int]:
             _alive.discard(path)
             if error.errno == errno.ENOENT and os.path.isdir(parent):
                 continue  # another start took it for a leftover, in the instant before it was locked
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it was made, and could not be opened
                 os.rmdir(path)
             raise IoError("mkdir", path, 0, 0, error.errno or errno.EIO) from error
         try:

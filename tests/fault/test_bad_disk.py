@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,3 +157,48 @@ def test_a_file_that_was_cut_is_a_typed_error_and_never_a_wrong_weight(
     with pytest.raises(InfinityError):
         trained.engine.close()
     assert all(param.is_meta or param.isfinite().all() for param in trained.model.parameters())
+
+
+# ---- what the start and the end ask of the system beside the table of file operations ----
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["listdir", "mkdir", "open", "pwrite", "preadv", "rmdir", "stat", "statvfs", "unlink"])
+def test_a_call_of_start_or_end_that_fails_is_a_typed_error_or_harmless_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    config, real, expected = SETUP.config(tmp_path), getattr(os, name), Expected.of(SETUP).weights
+    for nth in range(1, 100):
+        calls = 0
+
+        def fail(*args: object, nth: int = nth, **options: object) -> object:
+            nonlocal calls
+            if sys._getframe(1).f_globals["__name__"].startswith("infinity.tiers"):
+                calls += 1
+                if calls == nth:
+                    raise OSError(code, os.strerror(code))
+            return real(*args, **options)
+
+        descriptors = sorted(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(os, name, fail)
+        model, refused = SETUP.model(), None
+        try:
+            trained = runs.EngineTrainer(model, config)
+            step(trained, SETUP.batches()[0])
+            trained.engine.close()
+        except InfinityError as error:
+            refused = str(error)
+        monkeypatch.undo()
+        assert refused is None or str(tmp_path) in refused
+        assert torch.equal(model.head.weight, expected[0 if refused else 1]["head.weight"])
+        left = list(tmp_path.iterdir())
+        if name == "rmdir" and left:  # an empty directory: the next start removes it
+            assert [list(directory.iterdir()) for directory in left] == [[]]
+            left[0].rmdir()
+        else:
+            assert left == []
+        assert sorted(os.listdir("/proc/self/fd")) == descriptors
+        assert not native_threads()
+        if calls < nth:
+            return
+    raise AssertionError("there is no end of calls")

@@ -249,6 +249,15 @@ def test_an_interrupt_passes_and_what_was_measured_stays(after: int) -> None:
     assert all(ratio > 0 for _, ratio in search.ranking())
 
 
+def test_the_standing_is_that_of_sifting_until_the_finalists_were_compared_once() -> None:
+    search = Drive().search()
+    search.ratios = {SETTINGS[0]: [1.1], SETTINGS[1]: [0.9, 1.3, 1.2]}
+    search.trials = [trial(DEFAULT, 1.0, 2.0), Trial(SETTINGS[0]), Trial(SETTINGS[1])]
+    assert search.standing() == [(SETTINGS[1], 1.2), (SETTINGS[0], 1.1)]
+    search.trials[1:] = [trial(SETTINGS[0], 1.5, 3.0), trial(SETTINGS[1], 0.5)]
+    assert search.standing() == [(SETTINGS[0], 1.5), (SETTINGS[1], 0.5)]
+
+
 def test_progress_is_told_of_every_run_and_ends_where_it_was_planned() -> None:
     seen: list[tuple[int, int]] = []
     search = Drive(run_s=0.1).search()

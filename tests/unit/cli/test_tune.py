@@ -16,7 +16,7 @@ from infinity.cli import app, tune_io
 from infinity.config import load_config
 from infinity.io_bench import Direction
 from infinity.io_tune import Search, Setting
-from infinity.task_queue import Backend
+from infinity.task_queue import Backend, BackendProbe
 
 TINY = "--size 1MiB --block-size 16KiB,64KiB --queue-depth 2,4 --backend threads --threads 2 --budget 0.2s".split()  # noqa: SIM905
 FASTER = Setting("threads", 16 << 10, 4, 2)
@@ -88,16 +88,23 @@ def test_what_is_faster_wins_with_its_margin(here: Path, faster: None) -> None:
     assert "beats the default by 100.0 % (between +100.0 % and +100.0 % in" in summary["verdict"]
 
 
-def test_the_lists_are_what_is_tried(here: Path) -> None:
-    summary = summary_of("--block-size", "4KiB,8KiB,32KiB", "--threads", "1,3", "--budget", "1s")
+def test_the_lists_are_what_is_tried(here: Path, same: None) -> None:
+    summary = summary_of("--block-size", "4KiB,8KiB,32KiB", "--threads", "1,3", "--budget", "60s")
     tried = {(row["aio"]["block_size"], row["aio"]["intra_op_parallelism"]) for row in summary["compared"][1:] + summary["sifted"]}
     assert tried == {(block, threads) for block in (4 << 10, 8 << 10, 32 << 10) for threads in (1, 3)}
 
 
 def test_every_backend_that_works_here_is_tried_where_none_is_named(here: Path) -> None:
     plan = tune_io.check(options())
-    assert plan.backends == [name for name, why in tune_io.probe_backends().items() if why is None]
+    assert plan.backends == [name for name, probe in tune_io.probes().items() if probe.works]
     assert set(plan.backends) <= {backend.value for backend in Backend}
+
+
+def test_a_backend_that_does_not_work_here_is_refused_with_the_reason(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_io, "probes", lambda: {"uring": BackendProbe("uring", False, "it is forbidden", "Allow it.")})
+    done = tune("--backend", "uring")
+    assert done.exit_code == 1
+    assert "--backend: 'uring' does not work here: it is forbidden. Allow it." in done.stderr
 
 
 def options(**changes: Any) -> tune_io.Options:
@@ -176,7 +183,9 @@ def test_ctrl_c_ends_it_with_the_best_so_far_and_writes_nothing(here: Path, monk
 
     monkeypatch.setattr(tune_io.Drive, "measure", measure)
     (here / "config.json").write_text('{"train_batch_size": 4}')
-    done = tune("--output", "aio.json", "--write-config", "config.json", "--block-size", "4KiB,8KiB,16KiB,64KiB", "--json")
+    done = tune(
+        "--output", "aio.json", "--write-config", "config.json", "--block-size", "4KiB,8KiB,16KiB,64KiB", "--budget", "60s", "--json"
+    )
     assert done.exit_code == 130
     summary = json.loads(done.stdout)
     assert summary["interrupted"]

@@ -9,6 +9,7 @@ import pytest
 
 from infinity.doctor import software
 from infinity.doctor.rows import Status
+from infinity.task_queue import Backend, BackendProbe
 from tests.unit.doctor.roots import root_with
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,34 +56,34 @@ def test_devices_are_listed_with_their_memory() -> None:
     assert found.facts["devices"] == [{"name": "A", "nbytes": 80 << 30}, {"name": "B", "nbytes": 24 << 30}]
 
 
-@pytest.mark.parametrize(
-    ("why", "changes", "remedy"),
-    [
-        ("[EPERM] x", {"proc__sys__kernel__io_uring_disabled": "2"}, "kernel.io_uring_disabled=0"),
-        ("[EPERM] x", {"proc__sys__kernel__io_uring_disabled": "1", "proc__sys__kernel__io_uring_group": "1000"}, "(1000)"),
-        ("[EPERM] x", {"proc__self__status": "Seccomp:\t2\n"}, "seccomp profile"),
-        ("[ENOSYS] x", {"proc__sys__kernel__osrelease": "4.18.0-553"}, "5.1 or newer"),
-        ("[ENOMEM] x", {}, "ulimit -l"),
-        ("[ENOSYS] x", {}, "CONFIG_IO_URING"),
-    ],
-)
-def test_why_io_uring_does_not_work_has_its_own_remedy(tmp_path: Path, why: str, changes: dict[str, str | None], remedy: str) -> None:
-    found = software.uring_answer(why, root_with(tmp_path, **changes))
-    assert found.status is Status.NOTICE
-    assert why in found.value
-    assert remedy in found.remedy
+@pytest.mark.parametrize("name", ["uring", "libaio"])
+def test_a_backend_that_does_not_work_is_a_notice_with_its_reason_and_its_remedy(name: str) -> None:
+    found = software.backend_row(BackendProbe(name, False, "it is forbidden", "Allow it."))
+    assert (found.name, found.status, found.value) == (name, Status.NOTICE, "does not work: it is forbidden")
+    assert found.remedy.startswith("Allow it.")
     assert found.facts["works"] is False
 
 
-def test_io_uring_that_works_is_ok_whatever_the_settings_say(tmp_path: Path) -> None:
-    assert software.uring_answer(None, root_with(tmp_path, proc__sys__kernel__io_uring_disabled="1")).status is Status.OK
+def test_no_backend_works_without_threads() -> None:
+    found = software.backend_row(BackendProbe("threads", False, "no thread can be started", ""))
+    assert found.status is Status.PROBLEM
+    assert found.remedy
 
 
-def test_libaio_needs_no_library() -> None:
-    assert "system calls" in software.libaio_answer(None, None).value
-    assert "libaio.so.1" in software.libaio_answer(None, "libaio.so.1").value
-    assert "fs.aio-max-nr" in software.libaio_answer("[EAGAIN] x", None).remedy
-    assert "CONFIG_AIO" in software.libaio_answer("[ENOSYS] x", None).remedy
+def test_a_backend_that_works_not_as_asked_says_why() -> None:
+    found = software.backend_row(BackendProbe("libaio", True, "fs.aio-max-nr is 8", "Raise it."))
+    assert (found.status, found.value, found.remedy) == (Status.NOTICE, "works, but fs.aio-max-nr is 8", "Raise it.")
+
+
+def test_a_backend_that_works_is_ok() -> None:
+    found = software.backend_row(BackendProbe("libaio", True, "", ""), "through libaio.so.1", library="libaio.so.1")
+    assert (found.status, found.value) == (Status.OK, "works, through libaio.so.1")
+    assert found.facts == {"works": True, "reason": "", "library": "libaio.so.1"}
+
+
+def test_every_backend_of_this_build_is_probed_and_threads_work() -> None:
+    assert set(software.probes()) == {backend.value for backend in Backend if backend is not Backend.AUTO}
+    assert software.probes()["threads"].works
 
 
 def test_a_quota_of_libaio_that_is_used_up_has_a_remedy(tmp_path: Path) -> None:
