@@ -173,6 +173,7 @@ class Queue:
     def _finish(self, futures: Iterable[Future], timeout: float | None = None) -> None:
         """Until all of them have ended."""
         pending = [future for future in futures if not future._ended]
+        assert all(future._queue is self for future in pending)
         self._wait(self._queue.wait, [id for future in pending for id in future._tasks], timeout)
         for future in pending:
             with self._locked():
