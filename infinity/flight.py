@@ -162,6 +162,7 @@ class Flight:
         """Errors: EngineFailedError after ``fail``, or after a failure while updates were in flight."""
         if self._failure is not None:
             raise EngineFailedError(
-                f"the engine stopped, because something failed that leaves its state in doubt: {self._failure!r}. "
+                "the engine stopped, because something failed that leaves its state in doubt: "
+                f"{type(self._failure).__name__}: {self._failure} "
                 "Start again from the last checkpoint."
             ) from self._failure

@@ -202,8 +202,8 @@ enum {
 /* Up to INF_CHECKS_MAX checks may follow the arguments of the kernels that say so: checksums of the pages they read or write, taken
  * piece by piece while the kernel has the piece in cache. A page that is not what BEFORE expects ends the kernel with -EBADMSG and the
  * value tag << 32 | the crc32c found; what it wrote until then is worth nothing. AFTER stores the crc32c of the page as the kernel
- * leaves it. Bytes of the page that the kernel does not touch count as well. Pages do not overlap. A kernel with checks works on
- * ascending addresses of each page: -EINVAL where its segments do not. */
+ * leaves it. Bytes of the page that the kernel does not touch count as well. Pages do not overlap. With AFTER a kernel works on
+ * ascending addresses of the page: -EINVAL where its segments do not; with BEFORE alone that is only quicker. */
 enum { INF_CHECK_BEFORE = 1, INF_CHECK_AFTER = 2 };
 enum { INF_CHECKS_MAX = 16 };
 typedef struct inf_check {

@@ -185,7 +185,8 @@ def _show_job(out: Console, placement: Placement, config: Config, shape: GPTConf
     if len(placement.paths) > 1:
         _show_paths(out, placement)
     how = {True: " past the page cache", False: " through the page cache", None: ""}[placement.direct_io]
-    out.print(f"pages of {format_bytes(placement.page_nbytes)}, moved by {placement.backend}{how}")
+    verify = "" if placement.direct_io is None else f", verify {config.verify}"
+    out.print(f"pages of {format_bytes(placement.page_nbytes)}, moved by {placement.backend}{how}{verify}")
 
 
 def _show_paths(out: Console, placement: Placement) -> None:

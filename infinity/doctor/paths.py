@@ -9,12 +9,11 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.doctor.rows import Row, Status, guarded, notice, ok, problem, read_text
 from infinity.sizes import align_up, format_bytes
+from infinity.tiers.mounts import Mount, mount_of, parse_mounts
 
 FREE_WANTED_NBYTES = 1 << 30
 _DIRECT_NBYTES = 4096
@@ -24,43 +23,6 @@ _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "afs", "orangefs"}
 )
 _COPYING_FILE_SYSTEMS = frozenset({"btrfs", "zfs", "bcachefs"})
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """A line of /proc/self/mountinfo."""
-
-    device: str
-    point: str
-    kind: str
-    source: str
-    options: frozenset[str]
-
-
-def parse_mounts(text: str) -> list[Mount]:
-    """The mounts of a /proc/self/mountinfo, in its order; a line that is not one is left out."""
-    mounts = []
-    for line in text.splitlines():
-        before, separator, after = line.partition(" - ")
-        fields, rest = before.split(" "), after.split(" ")
-        if separator and len(fields) >= 6 and len(rest) >= 2:
-            options = fields[5].split(",") + (rest[2].split(",") if len(rest) > 2 else [])
-            mounts.append(Mount(fields[2], _unescape(fields[4]), rest[0], _unescape(rest[1]), frozenset(options)))
-    return mounts
-
-
-def _unescape(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
-
-
-def mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
-    """The mount that an absolute path without links is on: the deepest, and of those at one place the last."""
-    best = None
-    for mount in mounts:
-        point = mount.point.rstrip("/")
-        if (path == point or path.startswith(point + "/")) and (best is None or len(point) >= len(best.point.rstrip("/"))):
-            best = mount
-    return best
 
 
 def path_rows(path: Path, root: Path) -> list[Row]:
@@ -129,7 +91,7 @@ def file_system_row(mount: Mount | None) -> Row:
         return notice(
             "file system",
             f"{value}: copies on write",
-            "ext4 or xfs is faster for pages that are written over and over (btrfs: chattr +C on the directory helps).",
+            "ext4 or xfs is faster for pages that are written over and over (on btrfs they are asked to be overwritten in place).",
             **facts,
         )
     return ok("file system", value, **facts)

@@ -158,6 +158,7 @@ class Step:
         page = self._planes.page(flat, GRAD, index)
         fresh = index not in flat.grad_pages
         flat.grad_pages.add(index)
+        segments.sort(key=lambda part: part.to)  # as the page is walked to check it; those of one parameter stay in the order of firing
         self._run_chain(
             lambda chain: chain.kernel(Kernel.ACCUMULATE, pack_accumulate(_based(segments, chain.address(page))), covers=(page,)),
             done,

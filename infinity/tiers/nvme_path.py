@@ -28,6 +28,7 @@ from pathlib import Path
 from infinity.errors import IoError, SpaceError
 from infinity.sizes import align_up, format_bytes
 from infinity.task_queue import Files
+from infinity.tiers.mounts import mount_of, parse_mounts
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ _WRITE_TEST_NBYTES = 4096
 _DIRECTORY_NAME = re.compile(r"infinity-\d+-[0-9a-f]{16}")
 _FILE_NAME = re.compile(r"pages-\d+")
 _FLOCK = "hhqqi4x"  # struct flock of Linux, 64 bits: type, whence, start, len, pid
+
+_GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
 
 _alive: set[str] = set()
 """Directories of this process: it must not open them to ask for their lock, because closing any descriptor drops it."""
@@ -231,17 +234,12 @@ def file_system_id(path: str) -> int:
 
 def file_system(path: str) -> str:
     """The type of the file system that ``path`` (a real one) is on, as the kernel names it, or "unknown"."""
-    kind, length = "unknown", 0
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-            for line in lines:
-                fields, _, rest = line.partition(" - ")
-                mount = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields.split()[4])
-                if len(mount) >= length and (path + "/").startswith(mount.rstrip("/") + "/"):
-                    kind, length = rest.split()[0], len(mount)
-    except (OSError, IndexError):
-        logger.debug("the mounts of this machine cannot be read")
-    return kind
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return "unknown"
+    mount = mount_of(path, parse_mounts(mounts))
+    return mount.kind if mount is not None else "unknown"
 
 
 def _largest_file_nbytes(parent: str, slot_nbytes: int, n_slots: int, file_nbytes_max: int) -> int:
@@ -337,7 +335,20 @@ def _open_unlinked(files: Files, path: str, extra_flags: int) -> int:
         with contextlib.suppress(OSError):  # once more: nothing is left where that is possible
             os.unlink(path)
         raise
+    _overwrite_in_place(fd)
     return fd
+
+
+def _overwrite_in_place(fd: int) -> None:
+    """Asks for blocks that are not copied when they are written again, as btrfs does else: what was reserved would not help then."""
+    flags = bytearray(8)
+    try:
+        fcntl.ioctl(fd, _GET_FLAGS, flags)
+        (value,) = struct.unpack_from("=I", flags)
+        if not value & _NO_COPY_ON_WRITE:
+            fcntl.ioctl(fd, _SET_FLAGS, struct.pack("=II", value | _NO_COPY_ON_WRITE, 0))
+    except OSError:
+        return  # most file systems have no such thing
 
 
 def _unlink(files: Files, path: str) -> None:

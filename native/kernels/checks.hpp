@@ -49,7 +49,7 @@ class Checks {
     bool empty() const { return count_ == 0; }
 
     /* The kernel is about to read or change these bytes: 0, -EBADMSG if a page turns out not to be what was expected (`*value` says
-     * which), or -EINVAL if not all of them are of one page, or bytes that come after them in it were left already. */
+     * which), or -EINVAL if not all of them are of one page, or were left already and are in its crc_after. */
     template <int n> int before(const Range (&ranges)[n], uint64_t *value) {
         if (empty()) return 0;
         for (const Range &range : ranges) {
@@ -100,7 +100,8 @@ class Checks {
         if (i == count_) return 0;
         if (range.address < first_[i].address) return -EINVAL;
         const uint64_t begin = range.address - first_[i].address, end = begin + range.nbytes;
-        if (end > first_[i].nbytes || begin < pages_[i].left) return -EINVAL;
+        if (end > first_[i].nbytes) return -EINVAL;
+        if (begin < pages_[i].left && (first_[i].flags & INF_CHECK_AFTER) != 0) return -EINVAL;
         skip_to(i, begin);
         see(i, end);
         return seen_whole(i, value);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ OFFLOADED = {"device": "nvme", "nvme_path": "./runs/nvme"}
 ON_DEVICE = {"device": "none"}
 
 
-def write_config(directory: Path, param: dict[str, str] = OFFLOADED, optimizer: dict[str, str] = OFFLOADED, **changes: Any) -> None:
+def write_config(directory: Path, param: dict[str, Any] = OFFLOADED, optimizer: dict[str, Any] = OFFLOADED, **changes: Any) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": True},
@@ -149,6 +150,31 @@ def test_a_missing_nvme_path_elsewhere_is_a_message(here: Path) -> None:
     assert done.returncode == 1
     assert str(here / "no" / "such") in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_several_paths_are_made_measured_and_shown_with_their_shares(here: Path) -> None:
+    striped = {"device": "nvme", "nvme_path": ["./runs/a", "./runs/b"]}
+    write_config(here, striped, striped)
+    done = train(here, "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.split("Pages are striped over", 1)[1]
+    shares = [int(share) for share in re.findall(r"(\d+)%", shown.split("pages of", 1)[0])]
+    assert len(shares) == 2
+    assert 99 <= sum(shares) <= 101
+    assert len(re.findall(r"\d [kMG]B/s", shown.split("pages of", 1)[0])) == 2
+    assert list((here / "runs" / "a").iterdir()) == list((here / "runs" / "b").iterdir()) == []
+
+
+def test_each_path_that_cannot_be_used_is_named(here: Path) -> None:
+    (here / "file").write_text("")
+    (here / "link").symlink_to(here)
+    striped = {"device": "nvme", "nvme_path": [".", "file", str(here / "no" / "such"), "link"]}
+    write_config(here, striped, striped)
+    done = train(here, "--steps", "1")
+    assert done.returncode == 1
+    said = " ".join(done.stderr.split())
+    for text in ("3 problems", "path[1]: file is not a directory", "path[2]: ", "not exist", "path[3]: link is the same directory as ."):
+        assert text in said, said
 
 
 def test_a_budget_below_the_minimum_names_the_bytes_needed(here: Path) -> None:

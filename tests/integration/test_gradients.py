@@ -59,6 +59,17 @@ def engine_after_two_steps(directory: Path, overlap: str = "deferred", **options
     return trainer
 
 
+# ---- sums of gradients ----
+
+
+@pytest.mark.parametrize("page", [4 << 10, 16 << 10, 64 << 10])
+@overlaps
+def test_gradients_of_many_parameters_are_added_to_pages_that_come_back_from_the_disk(tmp_path: Path, overlap: str, page: int) -> None:
+    """They arrive last parameter first, so a page is not filled in ascending order."""
+    run = functools.partial(runs.train, batches=models.token_batches(6))
+    assert_runs_the_same(run, tmp_path, placement=("cpu", "nvme"), accumulation=3, overlap=overlap, page=page)
+
+
 # ---- right after a step, while its update is in flight ----
 
 

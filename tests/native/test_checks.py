@@ -241,14 +241,30 @@ def test_a_copy_with_checks_whose_ranges_overlap_is_refused(shift: int) -> None:
     assert run(Kernel.COPY, pack_copy(address(data) + 1000 + shift, address(data) + 1000, 1000) + check)[0] == -errno.EINVAL
 
 
-def test_segments_in_descending_order_are_refused() -> None:
+def descending(to: Array, source: Array) -> list[AccumulateSegment]:
+    """The end of ``to``, then its begin, then the middle twice: the order in which gradients fire."""
+    cuts = [(12_000, 20_000), (0, 3000), (5000, 9000), (5000, 9000)]
+    return [AccumulateSegment(address(to[begin:]), address(source[begin:]), end - begin, False, True) for begin, end in cuts]
+
+
+def test_segments_in_any_order_are_checked_before_the_first_change() -> None:
+    plain, to, source = floats(20_000, 0), floats(20_000, 0), floats(20_000, 1)
+    assert run(Kernel.ACCUMULATE, pack_accumulate(descending(plain, source))) == (0, 0)
+    check = pack_check(address(to), to.nbytes, BEFORE, table_crc(to), 0, 3)
+    assert run(Kernel.ACCUMULATE, pack_accumulate(descending(to, source)) + check) == (0, 0)
+    assert np.array_equal(plain, to)
+    for byte in (0, 4 * 4000, 4 * 5000, 4 * 10_000, to.nbytes - 1):
+        flipped = to.copy()
+        flipped.view(np.uint8)[byte] ^= 1
+        check = pack_check(address(flipped), flipped.nbytes, BEFORE, table_crc(to), 0, 3)
+        found = table_crc(flipped)
+        assert run(Kernel.ACCUMULATE, pack_accumulate(descending(flipped, source)) + check) == (-errno.EBADMSG, 3 << 32 | found)
+
+
+def test_segments_that_go_back_are_refused_where_a_checksum_is_wanted_afterwards() -> None:
     to, source = floats(20_000, 0), floats(20_000, 1)
-    segments = [
-        AccumulateSegment(address(to[10_000:]), address(source), 10_000, False, True),
-        AccumulateSegment(address(to), address(source), 10_000, False, True),
-    ]
     check = pack_check(address(to), to.nbytes, AFTER, 0, address(new_results()), 0)
-    assert run(Kernel.ACCUMULATE, pack_accumulate(segments) + check)[0] == -errno.EINVAL
+    assert run(Kernel.ACCUMULATE, pack_accumulate(descending(to, source)) + check)[0] == -errno.EINVAL
 
 
 @pytest.mark.parametrize("inside", [slice(0, -1), slice(1, None), slice(9000, 9001)])

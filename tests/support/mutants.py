@@ -33,6 +33,7 @@ TESTS = (
     "tests/native/test_checks.py",
     "tests/native/test_queue_order.py",
     "tests/property/test_task_queue.py",
+    "tests/property/test_task_queue_faults.py",
     "tests/fault/test_every_operation.py",
 )
 """The fast tests of what is changed here, the quickest to notice first."""
@@ -316,7 +317,10 @@ class Build:
         """Empty when the tests notice; else what they say."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", str(limit_s), *TESTS]
         environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True)
+        try:
+            done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=20 * limit_s)
+        except subprocess.TimeoutExpired:
+            return ""
         return done.stdout if done.returncode == 0 else ""
 
 

@@ -22,7 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZERS = ("thread", "address", "undefined")
 RUNTIMES = {"thread": "libtsan.so", "address": "libasan.so", "undefined": "libubsan.so"}
-TESTS = ("tests/native", "tests/property/test_task_queue.py", "tests/fault/test_queue_faults.py", "tests/unit/test_task_queue.py")
+TESTS = (
+    "tests/native",
+    "tests/property/test_task_queue.py",
+    "tests/property/test_task_queue_faults.py",
+    "tests/fault/test_queue_faults.py",
+    "tests/unit/test_task_queue.py",
+)
 COPIED = ("infinity", "native", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 FLAGS = ("-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread")
 OPTIONS = {

@@ -65,6 +65,12 @@ def test_a_run_shows_table_progress_and_summary(here: Path) -> None:
         assert text in done.stdout
 
 
+@pytest.mark.parametrize("verify", ["write+read", "off"])
+def test_the_start_says_whether_pages_are_checked(here: Path, verify: str) -> None:
+    write_config(here, verify=verify)
+    assert f", verify {verify}\n" in train("--steps", "1").stdout
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_metrics_has_one_line_per_step_in_order(here: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     monkeypatch.setattr(PlainEngine, "late", late)
