@@ -90,7 +90,8 @@ class NvmeBacking(Backing):
                 weights = [_measure(queue, frames, index, path, n_slots) for index, path in enumerate(self.paths)]
                 rates = weights
             counts = share_slots(n_slots, weights or [1.0] * len(names), capacities)
-            for path, count in zip(self.paths, counts, strict=True):
+            # those that give something back come first: what was reserved to measure one path may be what another needs
+            for path, count in sorted(zip(self.paths, counts, strict=True), key=lambda pair: pair[1] - pair[0].n_slots):
                 path.reserve(count)
             self._path_of, self._index_of = deal(counts)
             self.shares = tuple(

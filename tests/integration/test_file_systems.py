@@ -22,7 +22,10 @@ from torch import Tensor, nn
 from infinity.engine import EngineState
 from infinity.errors import ConfigError, EngineFailedError, IoError, SpaceError
 from infinity.faults import Fault
-from infinity.task_queue import FileOp, Files
+from infinity.task_queue import FileOp, Files, TaskQueue
+from infinity.tiers import nvme
+from infinity.tiers.frames import FramePool
+from infinity.tiers.nvme import NvmeBacking
 from tests.support import file_systems, models, runs
 from tests.support.file_systems import MIB
 
@@ -173,6 +176,27 @@ def test_a_small_path_is_filled_at_most_and_the_others_take_the_rest(tmp_path: P
             assert 40 <= first.n_slots <= 47  # 48 pages, less a 64th of what is free and what the directory takes
             assert second.n_slots > 100
         runs.assert_same(expected(), found)
+
+
+def test_what_was_reserved_to_measure_a_slow_path_is_there_for_the_fast_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme, "_PROBE_S", 60.0)  # so many waves as there can be
+    with file_systems.tmpfs(tmp_path / "disk", 8 * MIB) as disk:
+        paths = [disk / "fast", disk / "slow"]
+        for path in paths:
+            path.mkdir()
+        n_slots = 8 * MIB // PAGE_NBYTES - 16
+        files, frames = Files(), FramePool(64 * PAGE_NBYTES, PAGE_NBYTES)
+        queue = TaskQueue(files, backend="threads", n_paths=2)
+        files.fault(FileOp.WRITE, Fault.delay(5_000), nth=256 + 512 + 1000 + 1, times=1 << 20)  # those of the fast path come first
+        try:
+            backing = NvmeBacking(files, paths, page_nbytes=PAGE_NBYTES, n_slots=n_slots, queue=queue, frames=frames)
+            fast, slow = backing.shares
+            assert fast.n_slots + slow.n_slots == n_slots
+            assert slow.n_slots < 400  # less than it was measured with
+            backing.close()
+        finally:
+            queue.close()
+            frames.close()
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])

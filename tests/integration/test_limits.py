@@ -88,7 +88,7 @@ def test_every_backend_gives_the_same(run: Run, plain: dict[str, Any], backend: 
 def test_a_signal_every_millisecond_changes_nothing(run: Run, plain: dict[str, Any], timer: str) -> None:
     found = run("signalled", timer)
     assert_same(found, plain)
-    assert found["signals"] > 20
+    assert found["signals"] > (20 if timer == "real" else 5)  # the kernel counts CPU time in ticks of some milliseconds
 
 
 @pytest.mark.parametrize("how", ["cProfile", "sys.setprofile"])
