@@ -284,7 +284,7 @@ def test_almost_everything_goes_past_the_page_cache(one_queue: Queue, tmp_path: 
 
 
 def test_the_memory_of_a_save_is_bounded(one_queue: Queue, tmp_path: Path) -> None:
-    base = torch.randn(6000, 5000)
+    base = torch.randn(6000, 10000)
     infinity.io.save({"warm": torch.randn(10_000_000).t()}, tmp_path / "a", queue=one_queue)
 
     def peak() -> int:
@@ -293,4 +293,4 @@ def test_the_memory_of_a_save_is_bounded(one_queue: Queue, tmp_path: Path) -> No
     Path("/proc/self/clear_refs").write_text("5")
     before = peak()
     infinity.io.save({"transposed": base.t(), "plain": base}, tmp_path / "a", queue=one_queue)
-    assert peak() - before < 80 << 20
+    assert peak() - before < 128 << 20  # staging is 64 MiB; a copy of the tensor would be 240 MB
