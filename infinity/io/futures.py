@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from infinity.errors import IoError
+from infinity.errors import IoError, StallError
 
 if TYPE_CHECKING:
     from infinity.io.queue import Queue
 
 __all__ = ["Future", "as_completed", "wait"]
+
+_TURN_S = 0.01
 
 
 class Future:
@@ -158,17 +160,31 @@ def as_completed(futures: Iterable[Future], timeout: float | None = None) -> Ite
 
     Errors: StallError when one has not ended ``timeout`` seconds after the first was asked for.
     """
-    pending = list(dict.fromkeys(futures))
+    pending = dict.fromkeys(futures)
     deadline = None if timeout is None else time.monotonic() + timeout
     while pending:
-        for queue in _by_queue(pending):
+        groups = _by_queue(pending)
+        for queue in groups:
             queue._collect()
         ended = sorted((future for future in pending if future._ended), key=lambda future: future._ended)
-        pending = [future for future in pending if not future._ended]
+        for future in ended:
+            del pending[future]
         yield from ended
         if not ended:
+            _finish_one(groups, deadline)
+
+
+def _finish_one(groups: dict[Queue, list[Future]], deadline: float | None) -> None:
+    """Until one of the first of them, or one of its tasks, has ended. Of several queues each is waited for in turn, a little."""
+    while True:
+        for queue, group in groups.items():
             left = None if deadline is None else deadline - time.monotonic()
-            pending[0]._queue._finish_one(pending, left)
+            if len(groups) == 1 or (left is not None and left <= _TURN_S):
+                queue._finish_one(group, left)
+                return
+            with contextlib.suppress(StallError):
+                queue._finish_one(group, _TURN_S)
+                return
 
 
 def _by_queue(futures: Iterable[Future]) -> dict[Queue, list[Future]]:

@@ -79,7 +79,7 @@ def header_nbytes(first: bytes | bytearray, file_nbytes: int, path: str) -> int:
     """How long the header is, from the first 8 bytes of the file."""
     if len(first) < LENGTH_NBYTES:
         raise SafetensorsError("no_header", path, f"the file has {file_nbytes} bytes, not even the {LENGTH_NBYTES} that begin a header")
-    nbytes = int(_LENGTH.unpack(first)[0])
+    nbytes = int(_LENGTH.unpack_from(first)[0])
     if nbytes > HEADER_NBYTES_MAX:
         raise SafetensorsError("header_too_large", path, f"the header is to have {nbytes} bytes; {HEADER_NBYTES_MAX} are allowed")
     if LENGTH_NBYTES + nbytes > file_nbytes:

@@ -28,6 +28,7 @@ GRAIN_NBYTES = max(4096, os.sysconf("SC_PAGE_SIZE"))
 
 _STAGE_NBYTES = 1 << 20
 _STAGES = 64
+_COPIERS = 2
 _WATCHED_MAX = 64
 _LEAVE_S = 5.0
 
@@ -66,6 +67,7 @@ class Queue:
             block_nbytes=self.block_nbytes,
             in_flight_nbytes=_checked_bytes("in_flight", in_flight, 1),
             io_threads=_checked_count("io_threads", io_threads, 1024),
+            workers=_COPIERS,
             n_paths=_checked_count("paths", max(1, len(self.paths)), int(lib.INF_PATHS_MAX)),
         )
         self.backend = self._queue.backend
@@ -171,6 +173,7 @@ class Queue:
     def _finish(self, futures: Iterable[Future], timeout: float | None = None) -> None:
         """Until all of them have ended."""
         pending = [future for future in futures if not future._ended]
+        assert all(future._queue is self for future in pending)
         self._wait(self._queue.wait, [id for future in pending for id in future._tasks], timeout)
         for future in pending:
             with self._locked():

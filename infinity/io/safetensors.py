@@ -65,6 +65,7 @@ _PIECE_NBYTES = 8 << 20
 _PIECES = 4
 _LARGE_NBYTES = 1 << 20
 _RUN_NBYTES = 256 << 20
+_TOUCH_NBYTES = 32 << 20
 
 
 def save(
@@ -122,14 +123,14 @@ def load(
             entries = _chosen(entries, names, file.path)
         for name, entry in entries.items():
             _form(name, entry, file.path)
-        reading: deque[tuple[dict[str, Entry], NDArray[np.uint8], Future]] = deque()
+        reading: deque[tuple[dict[str, Entry], NDArray[np.uint8], list[Future]]] = deque()
         tensors: dict[str, torch.Tensor] = {}
         for run in _runs(entries):
             reading.append((run, *_read(file, start, run)))
             if place.type != "cpu" and len(reading) == 2:
-                tensors.update(_land(*reading.popleft(), place))
+                tensors.update(_land(*reading.popleft(), file.path, place))
         while reading:
-            tensors.update(_land(*reading.popleft(), place))
+            tensors.update(_land(*reading.popleft(), file.path, place))
     return tensors
 
 
@@ -162,6 +163,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    if tensor.numel() == 0:  # which may have strides that no view takes
+        return np.empty(0, np.uint8)
     found: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return found
 
@@ -297,20 +300,27 @@ def _runs(entries: dict[str, Entry]) -> Iterator[dict[str, Entry]]:
         yield run
 
 
-def _read(file: File, start: int, run: dict[str, Entry]) -> tuple[NDArray[np.uint8], Future]:
-    """Memory that lies to pages as the file does, and the read into it."""
+def _read(file: File, start: int, run: dict[str, Entry]) -> tuple[NDArray[np.uint8], list[Future]]:
+    """Memory that lies to pages as the file does, and the reads into it."""
     spans = list(run.values())
     offset, nbytes = start + spans[0].begin, spans[-1].end - spans[0].begin
     skip = offset % GRAIN_NBYTES
     memory: NDArray[np.uint8] = empty(skip + nbytes)[skip:]
-    return memory, file.read_into(memory, offset)
+    futures = []
+    for begin in range(-skip, nbytes, _TOUCH_NBYTES):
+        piece = memory[max(begin, 0) : begin + _TOUCH_NBYTES]
+        piece[::GRAIN_NBYTES] = 0  # the kernel clears new pages here, while it reads into those before, and not between two reads
+        futures.append(file.read_into(piece, offset + max(begin, 0)))
+    return memory, futures
 
 
-def _land(run: dict[str, Entry], memory: NDArray[np.uint8], future: Future, place: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    future.wait()
+def _land(
+    run: dict[str, Entry], memory: NDArray[np.uint8], futures: list[Future], path: str, place: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    wait(futures)
     origin = next(iter(run.values())).begin
     for name, entry in run.items():
-        yield name, _tensor(name, entry, memory[entry.begin - origin : entry.end - origin], future.path).to(place)
+        yield name, _tensor(name, entry, memory[entry.begin - origin : entry.end - origin], path).to(place)
 
 
 def _form(name: str, entry: Entry, path: str) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -327,6 +337,8 @@ def _form(name: str, entry: Entry, path: str) -> tuple[torch.dtype, tuple[int, .
 
 def _tensor(name: str, entry: Entry, memory: NDArray[np.uint8], path: str) -> torch.Tensor:
     dtype, shape = _form(name, entry, path)
+    if len(memory) == 0:
+        return torch.empty(shape, dtype=dtype)
     if memory.ctypes.data % dtype.itemsize:
         memory = memory.copy()
     return torch.from_numpy(memory).view(dtype).view(shape)

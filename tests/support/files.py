@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 import infinity.io
@@ -38,6 +39,10 @@ def noise(nbytes: int, seed: int = 0, shift: int = 0) -> NDArray[np.uint8]:
 def blank(nbytes: int, shift: int = 0) -> NDArray[np.uint8]:
     """Zeros, ``shift`` bytes behind a page."""
     return infinity.io.empty(nbytes + shift, np.uint8)[shift:]
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def direct_works(directory: Path) -> bool:

@@ -653,3 +653,40 @@ def test_direct_alignment_is_a_power_of_two_or_unknown(files: Files, tmp_path: P
             assert align & (align - 1) == 0
     with pytest.raises(OSError, match="descriptor -1"):
         files.direct_alignment(-1)
+
+
+# ---- the first of many ----
+
+
+def test_wait_any_returns_with_the_first_and_not_with_the_last(queue: TaskQueue) -> None:
+    batch = Batch()
+    batch.kernel(SLEEP, sleep_args(microseconds=1_000_000), ())
+    batch.read(0, 0, 0, 0)
+    first = queue.submit(batch)
+    queue.wait_any([first, first + 1], 60)
+    assert [completion.id for completion in queue.poll()] == [first + 1]
+    queue.wait_any([first, first + 1], 0)
+    with pytest.raises(StallError):
+        queue.wait_any([first], 0.01)
+    queue.wait_any([])
+    queue.wait_any([first])
+    assert [completion.id for completion in queue.poll()] == [first]
+
+
+def test_wait_any_wakes_for_a_task_that_others_wait_for_too(queue: TaskQueue) -> None:
+    batch = Batch()
+    for i in range(20):
+        batch.kernel(SLEEP, sleep_args(microseconds=3000 * (i + 1)))
+    first = queue.submit(batch)
+    everybody = threading.Thread(target=queue.wait, args=(range(first, first + 20),))
+    everybody.start()
+    left = set(range(first, first + 20))
+    while left:
+        queue.wait_any(left, 60)
+        left -= {completion.id for completion in queue.poll()}
+    everybody.join()
+
+
+def test_wait_any_of_an_id_never_given_is_refused(queue: TaskQueue) -> None:
+    with pytest.raises(OSError, match="wait for 1 tasks"):
+        queue.wait_any([12345])

@@ -23,7 +23,7 @@ from infinity.task_queue import FileOp
 from tests.support.files import blank, noise
 
 PAGE = GRAIN_NBYTES
-LENGTHS = [0, 1, 511, PAGE - 1, PAGE, PAGE + 1, DIRECT_NBYTES_MIN + 2 * PAGE - 1, DIRECT_NBYTES_MIN + PAGE, (3 << 20) + 17]
+LENGTHS = [0, 1, 511, PAGE - 1, PAGE, PAGE + 1, DIRECT_NBYTES_MIN + 2 * PAGE - 1, DIRECT_NBYTES_MIN + PAGE, (2 << 20) + 17]
 
 
 def open_fds() -> list[str]:
@@ -44,8 +44,8 @@ def open_fds() -> list[str]:
 @pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, 5 * PAGE + 3])
 def test_a_write_changes_its_bytes_and_no_others(directory: Path, queue: Queue, direct: str, shift: int, offset: int) -> None:
     path = directory / "a"
-    around = noise((4 << 20) + 100, seed=1).tobytes()
     for nbytes in LENGTHS:
+        around = noise(offset + nbytes + 2 * PAGE + 1, seed=1).tobytes()
         path.write_bytes(around)
         data = noise(nbytes, seed=2, shift=shift)
         with infinity.io.open(path, "r+", direct=direct, queue=queue) as file:
